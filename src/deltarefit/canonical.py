@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -163,6 +164,23 @@ class Catalog(Mapping[str, TensorSpec]):
     def digest(self) -> str:
         """32 hex digits over names, dtypes and shapes."""
         return self._digest
+
+    def to_wire(self) -> bytes:
+        """JSON bytes for another process; equal catalogs have equal bytes."""
+        return msgspec.json.encode([(spec.name, spec.dtype, spec.shape) for spec in self._specs.values()])
+
+    @classmethod
+    def from_wire(cls, data: bytes | memoryview) -> Catalog:
+        """The catalog that ``to_wire`` spelled.
+
+        Raises:
+            RejectedError: the bytes are no catalog.
+        """
+        try:
+            rows = msgspec.json.decode(data, type=list[tuple[str, str, tuple[int, ...]]])
+        except msgspec.DecodeError as error:
+            raise RejectedError(f"catalog of {len(data)} bytes: expected what Catalog.to_wire writes, got {error}") from error
+        return cls(TensorSpec(name, dtype, shape) for name, dtype, shape in rows)
 
     @property
     def nbytes(self) -> int:

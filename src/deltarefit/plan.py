@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
 from deltarefit.records import Encoding, EncodingMode
@@ -44,3 +46,48 @@ class RefitPlan:
         if mode is EncodingMode.OVERWRITE or name in self.dense:
             return Encoding.OVERWRITE
         return self.encodings[name]
+
+    def to_wire(self) -> bytes:
+        """JSON bytes for another process, catalog and digest included; equal plans have equal bytes."""
+        return msgspec.json.encode(
+            _PlanWire(
+                catalog=msgspec.Raw(self.catalog.to_wire()),
+                encodings=[int(self.encodings[name]) for name in self.catalog],
+                num_owners=self.num_owners,
+                dense=sorted(self.dense),
+                digest=self.digest,
+            )
+        )
+
+    @classmethod
+    def from_wire(cls, data: bytes | memoryview) -> RefitPlan:
+        """The plan that ``to_wire`` spelled.
+
+        Raises:
+            RejectedError: the bytes are no plan, or its digest is not that of its contents.
+        """
+        try:
+            wire = msgspec.json.decode(data, type=_PlanWire)
+            encodings = [Encoding(value) for value in wire.encodings]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RejectedError(f"plan of {len(data)} bytes: expected what RefitPlan.to_wire writes, got {error}") from error
+        catalog = Catalog.from_wire(bytes(wire.catalog))
+        if len(encodings) != len(catalog):
+            raise RejectedError(f"plan: {len(encodings)} encodings for {len(catalog)} tensors; expected one each")
+        plan = cls(catalog, dict(zip(catalog, encodings, strict=True)), wire.num_owners, frozenset(wire.dense))
+        if plan.digest != wire.digest:
+            raise RejectedError(
+                f"plan: digest is {plan.digest}, its sender computed {wire.digest}; both sides need one version"
+            )
+        return plan
+
+
+class _PlanWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan as it travels."""
+
+    catalog: msgspec.Raw
+    encodings: list[int]
+    """In the catalog's order."""
+    num_owners: int
+    dense: list[str]
+    digest: str
