@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType
 
 from deltarefit.errors import RejectedError
@@ -11,6 +12,7 @@ from deltarefit.errors import RejectedError
 __all__ = [
     "AttemptId",
     "BaselineId",
+    "EncodingMode",
     "OwnerId",
     "PayloadId",
     "PolicyVersion",
@@ -30,6 +32,16 @@ OwnerId = NewType("OwnerId", int)
 """A training rank that owns source elements, 0-based."""
 ReceiverId = NewType("ReceiverId", str)
 """A rollout engine (all its ranks together)."""
+
+
+class EncodingMode(Enum):
+    """Which encodings an attempt may use (paper B, mode m)."""
+
+    MIXED = "mixed"
+    """Each tensor as the plan says: difference or xor where every receiver can take it, else overwrite."""
+    OVERWRITE = "overwrite"
+    """Overwrites only: every retry, because a failed attempt may have applied anything."""
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -6,7 +6,7 @@ Both are structures of arrays; there is no object per element.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import RejectedError
+from deltarefit.ids import EncodingMode
 
 __all__ = ["Bucket", "CodedItem", "DeltaRecords", "Encoding", "EncodingMode", "LocationForm", "ScanResult"]
 
@@ -33,15 +34,6 @@ class Encoding(IntEnum):
     @property
     def is_repeatable(self) -> bool:
         return self is Encoding.OVERWRITE
-
-
-class EncodingMode(Enum):
-    """Which encodings an attempt may use (paper B, mode m)."""
-
-    MIXED = "mixed"
-    """Each tensor as the plan says: difference or xor where every receiver can take it, else overwrite."""
-    OVERWRITE = "overwrite"
-    """Overwrites only: every retry, because a failed attempt may have applied anything."""
 
 
 class LocationForm(IntEnum):
