@@ -1,1 +1,35 @@
+"""Hot loops over stored bits: scan, code, decode, apply, commit, digest. Compiled C++ with a numpy twin of each.
 
+May import the leaves only (errors, canonical, pieces, records) and numpy. The C++ half is loaded with ctypes, so the global
+interpreter lock is released while a kernel runs. Design notes 0004 (digest) and 0005 (kernels).
+"""
+
+from __future__ import annotations
+
+from deltarefit.kernels.api import (
+    apply,
+    apply_item,
+    available_isas,
+    commit,
+    digest,
+    digest_records,
+    gather,
+    scan,
+)
+from deltarefit.kernels.coding import code_records, decode_positions, decode_values
+from deltarefit.kernels.isa import Isa
+
+__all__ = [
+    "Isa",
+    "apply",
+    "apply_item",
+    "available_isas",
+    "code_records",
+    "commit",
+    "decode_positions",
+    "decode_values",
+    "digest",
+    "digest_records",
+    "gather",
+    "scan",
+]

@@ -1,0 +1,209 @@
+"""The kernels' public functions: validate everything, then run the twin or the compiled path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
+from deltarefit.errors import PayloadInvalidError, RejectedError
+from deltarefit.kernels import twins
+from deltarefit.kernels.checks import (
+    check_group,
+    check_injective,
+    check_pieces,
+    check_words,
+    check_writeable,
+    common_cast,
+    normalise,
+    total_elements,
+)
+from deltarefit.kernels.coding import decode_positions, decode_values
+from deltarefit.kernels.isa import Isa
+from deltarefit.kernels.mix import digest_of_elements
+from deltarefit.pieces import Cast, Piece
+from deltarefit.records import CodedItem, Encoding, ScanResult
+
+__all__ = ["apply", "apply_item", "available_isas", "commit", "digest", "digest_records", "gather", "scan"]
+
+
+def available_isas() -> tuple[Isa, ...]:
+    """The implementations that run on this machine, slowest first."""
+    return (Isa.NUMPY,)
+
+
+def scan(
+    spec: TensorSpec,
+    candidate: Words,
+    baseline: Words,
+    pieces: Sequence[Piece],
+    encoding: Encoding,
+    *,
+    everything: bool = False,
+    isa: Isa | None = None,
+) -> ScanResult:
+    """Compare a shard with its baseline and code the elements whose bits differ (paper 4.1, 5).
+
+    Args:
+        spec: the canonical tensor.
+        candidate: words of the whole local storage; the pieces' storage side addresses it.
+        baseline: words of the pieces' elements in piece order: piece after piece, each row-major once normalised.
+        pieces: one group of ``merge_pieces``, all of cast ``SAME``.
+        encoding: how values are coded.
+        everything: code all elements, changed or not (a dense attempt).
+        isa: the implementation; None takes the best one here.
+
+    Returns:
+        The item in its smallest location form, dense (a run over the whole group) where the sparse form would be larger, or no
+        item if nothing differs; and what the change adds to the tensor's digest.
+
+    Raises:
+        RejectedError: words, pieces and spec do not fit each other.
+    """
+    del isa
+    where = f"scan of {spec}"
+    check_words(candidate, f"{where}, candidate")
+    check_words(baseline, f"{where}, baseline")
+    for words, name in ((candidate, "candidate"), (baseline, "baseline")):
+        if words.dtype != spec.word_dtype:
+            raise RejectedError(f"{where}: expected {spec.word_dtype} words in the {name}, got {words.dtype}")
+    group = normalise(tuple(pieces))
+    if common_cast(group) is not Cast.SAME:
+        raise RejectedError(f"{where}: expected pieces that keep the stored bits, got cast {common_cast(group).name}")
+    check_pieces(group, candidate, where, spec)
+    check_group(group, where)
+    if baseline.size != total_elements(group):
+        raise RejectedError(f"{where}: expected a baseline of {total_elements(group)} words, got {baseline.size}")
+    if not group:
+        return ScanResult(None, TensorDigest())
+    return twins.scan(spec, candidate, baseline, group, encoding, everything=everything)
+
+
+def _check_target(storage: Words, pieces: Sequence[Piece], value_dtype: np.dtype[np.generic], where: str) -> None:
+    check_words(storage, f"{where}, storage")
+    check_writeable(storage, f"{where}, storage")
+    expected = WORDS[4] if common_cast(pieces) is Cast.WIDEN else storage.dtype
+    if storage.dtype != expected or value_dtype != (WORDS[2] if common_cast(pieces) is Cast.WIDEN else storage.dtype):
+        cast = common_cast(pieces).name
+        raise RejectedError(f"{where}: values {value_dtype} cannot go to storage words {storage.dtype} with cast {cast}")
+    check_injective(pieces, where)
+
+
+def apply(
+    storage: Words,
+    pieces: Sequence[Piece],
+    positions: NDArray[np.int64],
+    values: Words,
+    encoding: Encoding,
+    *,
+    isa: Isa | None = None,
+) -> int:
+    """Change exactly the elements of ``pieces`` whose flat index is among ``positions``.
+
+    Args:
+        storage: words of the whole receiver storage, of the width after the cast.
+        pieces: disjoint boxes of one canonical tensor, in any order.
+        positions: flat indices, strictly ascending, shape [n]; those that no piece holds are skipped.
+        values: words of the canonical width, shape [n]: new bits, or plain (not zigzagged) differences or masks.
+        encoding: what the values are.
+        isa: the implementation; None takes the best one here.
+
+    Returns:
+        How many storage elements were changed.
+
+    Raises:
+        RejectedError: storage, pieces and values do not fit each other. Nothing was written.
+        PayloadInvalidError: positions do not ascend or differ in number from the values. Nothing was written.
+    """
+    del isa
+    held = normalise(tuple(pieces))
+    check_words(values, "apply, values")
+    check_pieces(held, storage, "apply")
+    _check_target(storage, held, values.dtype, "apply")
+    if positions.dtype != np.int64 or positions.shape != values.shape:
+        raise PayloadInvalidError(
+            f"apply: expected {values.size} int64 positions, got {positions.dtype} of shape {positions.shape}"
+        )
+    if positions.size and (positions[0] < 0 or bool((np.diff(positions) <= 0).any())):
+        raise PayloadInvalidError("apply: expected strictly ascending positions from 0")
+    return twins.apply(storage, held, positions, values, encoding)
+
+
+def apply_item(storage: Words, pieces: Sequence[Piece], item: CodedItem, *, isa: Isa | None = None) -> int:
+    """Decode an item and apply it through ``pieces``: the same as ``apply`` of its positions and values, in one pass.
+
+    Raises:
+        RejectedError: storage, pieces and the item's tensor do not fit each other. Nothing was written.
+        PayloadInvalidError: the item's columns are not what they must be. Nothing was written.
+    """
+    where = f"apply of {item.spec}"
+    held = normalise(tuple(pieces))
+    check_pieces(held, storage, where, item.spec)
+    _check_target(storage, held, item.spec.word_dtype, where)
+    return apply(storage, pieces, decode_positions(item), decode_values(item), item.encoding, isa=isa)
+
+
+def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> Words:
+    """A contiguous copy of the pieces' elements in piece order, in the storage's words: the way baselines are made.
+
+    Raises:
+        RejectedError: storage and pieces do not fit each other.
+    """
+    del isa
+    check_words(storage, "gather, storage")
+    held = normalise(tuple(pieces))
+    check_pieces(held, storage, "gather")
+    return twins.gather(storage, held)
+
+
+def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> None:
+    """Make the baseline equal to the candidate: absolute values, so that repeating it is harmless (paper 6.3).
+
+    Args:
+        baseline: words in piece order, written.
+        candidate: words of the whole local storage.
+        pieces: as for ``scan``; any number of groups, one after the other.
+        isa: the implementation; None takes the best one here.
+
+    Raises:
+        RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
+    """
+    del isa
+    check_words(candidate, "commit, candidate")
+    check_words(baseline, "commit, baseline")
+    check_writeable(baseline, "commit, baseline")
+    held = normalise(tuple(pieces))
+    check_pieces(held, candidate, "commit")
+    if baseline.dtype != candidate.dtype or baseline.size != total_elements(held):
+        expected = f"{total_elements(held)} words {candidate.dtype}"
+        raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
+    twins.commit(baseline, candidate, held)
+
+
+def digest(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> TensorDigest:
+    """Digest of all elements of the pieces as canonical bits; widened elements count as their upper 16 bits.
+
+    Raises:
+        RejectedError: storage and pieces do not fit each other.
+        BaseMismatchError: a widened element has low bits set, so it is no 16-bit float.
+    """
+    del isa
+    check_words(storage, "digest, storage")
+    held = normalise(tuple(pieces))
+    check_pieces(held, storage, "digest")
+    return twins.digest(storage, held)
+
+
+def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | None = None) -> TensorDigest:
+    """Digest of single elements, each listed once, in any order: flat indices and canonical bits, both of shape [n].
+
+    Raises:
+        RejectedError: the arrays do not fit each other, or an index is negative.
+    """
+    del isa
+    check_words(bits, "digest of records, bits")
+    if flat_index.dtype != np.int64 or flat_index.shape != bits.shape or (flat_index.size and int(flat_index.min()) < 0):
+        raise RejectedError(f"digest of records: expected {bits.size} int64 flat indices from 0, got {flat_index.dtype}")
+    return digest_of_elements(flat_index, bits)

@@ -1,0 +1,240 @@
+"""Columns of coded items: location forms, byte planes, zigzag. Plain numpy; the format is payload/FORMAT.md's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarefit.canonical import WORDS, Words
+from deltarefit.errors import PayloadInvalidError, RejectedError
+from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane
+
+__all__ = [
+    "ESCAPE",
+    "GapTotals",
+    "code_locations",
+    "code_records",
+    "code_values",
+    "decode_positions",
+    "decode_values",
+    "is_dense_smaller",
+    "join_planes",
+    "smallest_form",
+    "split_planes",
+    "unzigzag",
+    "zigzag",
+]
+
+ESCAPE = 255
+"""A gap byte of this value means 'add 255 and go on'."""
+
+_WIDE = (LocationForm.WIDE2, LocationForm.WIDE4, LocationForm.WIDE8)
+
+
+@dataclass(frozen=True, slots=True)
+class GapTotals:
+    """What the choice of a location form needs to know about the gaps of an item."""
+
+    count: int
+    """Changed elements, at least 1."""
+    escapes: int
+    """Escape bytes that GAPS would need: the sum over gaps of ``gap // 255``."""
+    max_gap: int
+    """Largest gap, the first one counted from flat index 0."""
+    is_run: bool
+    """All gaps after the first are 0."""
+
+
+def smallest_form(totals: GapTotals) -> LocationForm:
+    """The location form of fewest bytes; GAPS wins ties, because its bytes compress best (measured: perf.md section 4)."""
+    if totals.is_run:
+        return LocationForm.RUN
+    wide = next(form for form in _WIDE if totals.max_gap < 1 << (8 * form))
+    return LocationForm.GAPS if totals.count + totals.escapes <= wide * totals.count else wide
+
+
+def locations_nbytes(totals: GapTotals) -> int:
+    """Location bytes of the smallest form."""
+    form = smallest_form(totals)
+    if form is LocationForm.RUN:
+        return 0
+    return totals.count + totals.escapes if form is LocationForm.GAPS else form * totals.count
+
+
+def is_dense_smaller(totals: GapTotals, element_nbytes: int, num_elements: int) -> bool:
+    """Whether sending all ``num_elements`` of a contiguous shard, without locations, takes fewer bytes than the sparse form."""
+    return locations_nbytes(totals) + totals.count * element_nbytes > num_elements * element_nbytes
+
+
+def zigzag(difference: Words) -> Words:
+    """Map differences modulo 2^w so that small steps up and down get small codes: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    signed = difference.view(f"<i{difference.dtype.itemsize}")
+    coded: Words = (signed << 1) ^ (signed >> (8 * difference.dtype.itemsize - 1))
+    return coded.view(difference.dtype)
+
+
+def unzigzag(code: Words) -> Words:
+    """Undo ``zigzag``."""
+    one = code.dtype.type(1)
+    plain: Words = (code >> one) ^ (np.zeros(1, code.dtype) - (code & one))
+    return plain
+
+
+def split_planes(words: NDArray[Any]) -> tuple[Plane, ...]:
+    """One byte plane per byte of a word, low byte first."""
+    columns = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.dtype.itemsize)
+    return tuple(np.ascontiguousarray(columns[:, byte]) for byte in range(words.dtype.itemsize))
+
+
+def join_planes(planes: tuple[Plane, ...]) -> Words:
+    """Undo ``split_planes``."""
+    joined = np.empty((planes[0].size, len(planes)), np.uint8)
+    for byte, plane in enumerate(planes):
+        joined[:, byte] = plane
+    return joined.reshape(-1).view(WORDS[len(planes)])
+
+
+def gaps_of(flat_index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Unchanged elements before each element, since the one before it."""
+    return np.diff(flat_index, prepend=np.int64(-1)) - 1
+
+
+def totals_of(gaps: NDArray[np.int64]) -> GapTotals:
+    return GapTotals(
+        count=gaps.size,
+        escapes=int((gaps // ESCAPE).sum()),
+        max_gap=int(gaps.max()),
+        is_run=not gaps[1:].any(),
+    )
+
+
+def code_gaps(gaps: NDArray[np.int64]) -> Plane:
+    """The byte stream of the GAPS form."""
+    escapes, rest = np.divmod(gaps, ESCAPE)
+    ends = np.cumsum(escapes + 1) - 1
+    stream = np.full(int(ends[-1]) + 1, ESCAPE, np.uint8)
+    stream[ends] = rest.astype(np.uint8)
+    return stream
+
+
+def code_locations(gaps: NDArray[np.int64], form: LocationForm) -> tuple[Plane, ...]:
+    """Location planes of this form; the caller made sure that the gaps fit it."""
+    if form is LocationForm.RUN:
+        return ()
+    if form is LocationForm.GAPS:
+        return (code_gaps(gaps),)
+    return split_planes(gaps.astype(WORDS[int(form)]))
+
+
+def code_values(values: Words, encoding: Encoding) -> tuple[Plane, ...]:
+    """Value planes of plain values (not yet zigzagged)."""
+    return split_planes(zigzag(values) if encoding is Encoding.DIFFERENCE else values)
+
+
+def code_records(records: DeltaRecords, encoding: Encoding) -> CodedItem:
+    """Code any records as an item: the plain path, for every source of changes.
+
+    Raises:
+        RejectedError: no records, positions that do not ascend inside the tensor, words of the wrong width, or an encoding that
+            needs old bits which the records lack.
+    """
+    spec, index = records.spec, records.flat_index
+    if not index.size:
+        raise RejectedError(f"records of {spec}: expected at least one changed element")
+    if records.new_bits.dtype != spec.word_dtype:
+        raise RejectedError(f"records of {spec}: expected words {spec.word_dtype}, got {records.new_bits.dtype}")
+    if index[0] < 0 or index[-1] >= spec.num_elements or (np.diff(index) <= 0).any():
+        raise RejectedError(f"records of {spec}: expected strictly ascending flat indices below {spec.num_elements}")
+    gaps = gaps_of(index)
+    form = smallest_form(totals_of(gaps))
+    return CodedItem(
+        spec=spec,
+        encoding=encoding,
+        location_form=form,
+        start=int(index[0]) if form is LocationForm.RUN else 0,
+        count=index.size,
+        location_planes=code_locations(gaps, form),
+        value_planes=code_values(records.values(encoding), encoding),
+    )
+
+
+def _invalid(item: CodedItem, text: str) -> PayloadInvalidError:
+    return PayloadInvalidError(f"item of {item.spec}, {item.location_form.name} with {item.count} elements: {text}")
+
+
+def check_columns(item: CodedItem) -> None:
+    """Check counts and lengths of an item's planes against each other; positions themselves are checked by the decoders.
+
+    Raises:
+        PayloadInvalidError: they do not fit.
+    """
+    if not 1 <= item.count <= item.spec.num_elements:
+        raise _invalid(item, f"expected 1 to {item.spec.num_elements} elements")
+    expected = {LocationForm.RUN: 0, LocationForm.GAPS: 1}.get(item.location_form, int(item.location_form))
+    if len(item.location_planes) != expected:
+        raise _invalid(item, f"expected {expected} location planes, got {len(item.location_planes)}")
+    if len(item.value_planes) != item.spec.element_nbytes:
+        raise _invalid(item, f"expected {item.spec.element_nbytes} value planes, got {len(item.value_planes)}")
+    if any(plane.dtype != np.uint8 or plane.ndim != 1 for plane in (*item.location_planes, *item.value_planes)):
+        raise _invalid(item, "expected flat byte planes")
+    if any(plane.size != item.count for plane in item.value_planes):
+        raise _invalid(item, f"expected value planes of {item.count} bytes, got {[p.size for p in item.value_planes]}")
+    if item.location_form is LocationForm.GAPS:
+        if item.location_planes[0].size < item.count:
+            raise _invalid(item, f"expected at least {item.count} gap bytes, got {item.location_planes[0].size}")
+    elif any(plane.size != item.count for plane in item.location_planes):
+        raise _invalid(item, f"expected location planes of {item.count} bytes, got {[p.size for p in item.location_planes]}")
+    if item.location_form is LocationForm.RUN:
+        if not 0 <= item.start <= item.spec.num_elements - item.count:
+            raise _invalid(item, f"run from {item.start} does not fit in {item.spec.num_elements} elements")
+    elif item.start != 0:
+        raise _invalid(item, f"expected start 0, got {item.start}")
+
+
+def _gaps_from_bytes(item: CodedItem) -> NDArray[np.int64]:
+    stream = item.location_planes[0]
+    ends = np.flatnonzero(stream != ESCAPE)
+    if ends.size != item.count or ends[-1] != stream.size - 1:
+        raise _invalid(
+            item, f"gap bytes end {ends.size} gaps and {stream.size - 1 - (ends[-1] if ends.size else -1)} are left over"
+        )
+    escapes = np.diff(ends, prepend=np.int64(-1)) - 1
+    return np.asarray(escapes * ESCAPE + stream[ends], np.int64)
+
+
+def decode_positions(item: CodedItem) -> NDArray[np.int64]:
+    """Flat indices of an item's elements, strictly ascending and inside the tensor, shape [count].
+
+    Raises:
+        PayloadInvalidError: the item's columns disagree with each other or reach outside the tensor.
+    """
+    check_columns(item)
+    if item.location_form is LocationForm.RUN:
+        return np.arange(item.start, item.start + item.count, dtype=np.int64)
+    if item.location_form is LocationForm.GAPS:
+        gaps = _gaps_from_bytes(item)
+    else:
+        wide = join_planes(item.location_planes)
+        if int(wide.max()) >= item.spec.num_elements:
+            raise _invalid(item, f"a gap of {int(wide.max())} leaves the tensor")
+        gaps = wide.astype(np.int64)
+    # A step is at most 2^62 (a tensor's limit), so the first prefix sum that leaves the tensor is still visible as such.
+    positions = np.cumsum(gaps + 1, dtype=np.int64)
+    positions -= 1
+    if bool((positions < 0).any()) or bool((positions >= item.spec.num_elements).any()):
+        raise _invalid(item, f"positions leave the tensor of {item.spec.num_elements} elements")
+    return positions
+
+
+def decode_values(item: CodedItem) -> Words:
+    """An item's values: planes joined and, for differences, unzigzagged; shape [count].
+
+    Raises:
+        PayloadInvalidError: the value planes do not fit the item.
+    """
+    check_columns(item)
+    words = join_planes(item.value_planes)
+    return unzigzag(words) if item.encoding is Encoding.DIFFERENCE else words

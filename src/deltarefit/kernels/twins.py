@@ -1,0 +1,184 @@
+"""Numpy twins of the compiled kernels: chunked, plain, slow, and the oracle that the fast paths are held to.
+
+Every function expects normalised, non-empty, checked pieces (``checks``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from deltarefit.canonical import TensorDigest, TensorSpec, Words
+from deltarefit.errors import BaseMismatchError
+from deltarefit.kernels.checks import total_elements
+from deltarefit.kernels.coding import code_locations, code_values, gaps_of, is_dense_smaller, smallest_form, totals_of
+from deltarefit.kernels.mix import digest_of_elements
+from deltarefit.pieces import Cast, Piece, StridedView
+from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, ScanResult
+
+__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "scan"]
+
+_CHUNK_ELEMENTS = 256 * 1024
+"""Elements handled at once: the best of the chunk sizes measured (perf.md section 3)."""
+
+
+def is_contiguous(pieces: Sequence[Piece]) -> bool:
+    """Whether a group of pieces covers one run of consecutive flat indices, so that it can be sent without locations."""
+    return pieces[-1].canonical.last - pieces[0].canonical.first + 1 == total_elements(pieces)
+
+
+def _boxes(piece: Piece) -> Iterator[Piece]:
+    """The piece cut into boxes of at most ``_CHUNK_ELEMENTS``, in row-major order."""
+    shape = piece.canonical.shape
+    if piece.num_elements <= _CHUNK_ELEMENTS:
+        yield piece
+        return
+    inner = math.prod(shape[1:])
+    step = max(1, _CHUNK_ELEMENTS // inner)
+    for first in range(0, shape[0], step):
+        length = min(step, shape[0] - first)
+        views = [
+            StridedView(view.offset + first * view.stride[0], (length, *shape[1:]), view.stride)
+            for view in (piece.canonical, piece.storage)
+        ]
+        box = Piece(views[0], views[1], piece.cast)
+        if inner > _CHUNK_ELEMENTS:
+            shrunk = [StridedView(view.offset, shape[1:], view.stride[1:]) for view in views]
+            box = Piece(shrunk[0], shrunk[1], piece.cast)
+        yield from _boxes(box)
+
+
+def _strided(words: Words, view: StridedView) -> NDArray[Any]:
+    """The elements of a view, sharing memory, in the view's shape."""
+    itemsize = words.dtype.itemsize
+    return as_strided(words[view.offset :], view.shape, [stride * itemsize for stride in view.stride])
+
+
+def _flat_indices(view: StridedView) -> NDArray[np.int64]:
+    index = np.full((1,) * len(view.shape), view.offset, np.int64)
+    for axis, (length, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
+        tail = (1,) * (len(view.shape) - axis - 1)
+        index = index + (np.arange(length, dtype=np.int64) * stride).reshape(-1, *tail)
+    return index.reshape(-1)
+
+
+def _walk(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+    """Boxes of the pieces with their first and last-plus-one place in piece order."""
+    done = 0
+    for piece in pieces:
+        for box in _boxes(piece):
+            yield box, done, done + box.num_elements
+            done += box.num_elements
+
+
+def scan(
+    spec: TensorSpec, candidate: Words, baseline: Words, pieces: Sequence[Piece], encoding: Encoding, *, everything: bool
+) -> ScanResult:
+    contiguous = is_contiguous(pieces)
+    records, change = _changes(spec, candidate, baseline, pieces, everything=everything)
+    if not records.flat_index.size:
+        return ScanResult(None, change)
+    if contiguous and not everything:
+        totals = totals_of(gaps_of(records.flat_index))
+        if is_dense_smaller(totals, spec.element_nbytes, total_elements(pieces)):
+            records, _ = _changes(spec, candidate, baseline, pieces, everything=True)
+    gaps = gaps_of(records.flat_index)
+    form = smallest_form(totals_of(gaps))
+    item = CodedItem(
+        spec=spec,
+        encoding=encoding,
+        location_form=form,
+        start=int(records.flat_index[0]) if form is LocationForm.RUN else 0,
+        count=records.flat_index.size,
+        location_planes=code_locations(gaps, form),
+        value_planes=code_values(records.values(encoding), encoding),
+    )
+    return ScanResult(item, change)
+
+
+def _changes(
+    spec: TensorSpec, candidate: Words, baseline: Words, pieces: Sequence[Piece], *, everything: bool
+) -> tuple[DeltaRecords, TensorDigest]:
+    index: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    new: list[Words] = [np.empty(0, spec.word_dtype)]
+    old: list[Words] = [np.empty(0, spec.word_dtype)]
+    change = TensorDigest()
+    for box, first, last in _walk(pieces):
+        current = _strided(candidate, box.storage).reshape(-1)
+        base = baseline[first:last]
+        changed = np.arange(last - first) if everything else np.flatnonzero(current != base)
+        if not changed.size:
+            continue
+        index.append(_flat_indices(box.canonical)[changed])
+        new.append(current[changed])
+        old.append(base[changed])
+        change += digest_of_elements(index[-1], new[-1]) - digest_of_elements(index[-1], old[-1])
+    return DeltaRecords(spec, np.concatenate(index), np.concatenate(new), np.concatenate(old)), change
+
+
+def apply(storage: Words, pieces: Sequence[Piece], positions: NDArray[np.int64], values: Words, encoding: Encoding) -> int:
+    applied = 0
+    for piece in pieces:
+        first, last = np.searchsorted(positions, [piece.canonical.first, piece.canonical.last + 1])
+        for low in range(int(first), int(last), _CHUNK_ELEMENTS):
+            high = min(low + _CHUNK_ELEMENTS, int(last))
+            target, inside = _storage_positions(piece, positions[low:high])
+            _write(storage, target[inside], values[low:high][inside], encoding, piece.cast)
+            applied += int(np.count_nonzero(inside))
+    return applied
+
+
+def _storage_positions(piece: Piece, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where flat indices lie in storage, and which of them the piece holds; the others' places mean nothing."""
+    rest = positions - piece.canonical.offset
+    target = np.full(positions.shape, piece.storage.offset, np.int64)
+    inside = np.ones(positions.shape, np.bool_)
+    for length, canonical, stored in zip(piece.canonical.shape, piece.canonical.stride, piece.storage.stride, strict=True):
+        step, rest = np.divmod(rest, max(1, canonical))
+        inside &= step < length
+        target += step * stored
+    return target, inside & (rest == 0)
+
+
+def _write(storage: Words, target: NDArray[np.int64], values: Words, encoding: Encoding, cast: Cast) -> None:
+    if cast is Cast.WIDEN:
+        values = values.astype(storage.dtype) << storage.dtype.type(16)
+    if encoding is Encoding.OVERWRITE:
+        storage[target] = values
+    elif encoding is Encoding.XOR:
+        storage[target] ^= values
+    else:
+        storage[target] += values
+
+
+def gather(storage: Words, pieces: Sequence[Piece]) -> Words:
+    out = np.empty(total_elements(pieces), storage.dtype)
+    for box, first, last in _walk(pieces):
+        out[first:last] = _strided(storage, box.storage).reshape(-1)
+    return out
+
+
+def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece]) -> None:
+    for box, first, last in _walk(pieces):
+        baseline[first:last] = _strided(candidate, box.storage).reshape(-1)
+
+
+def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:
+    total = TensorDigest()
+    for box, _, _ in _walk(pieces):
+        bits = _strided(storage, box.storage).reshape(-1)
+        index = _flat_indices(box.canonical)
+        if box.cast is Cast.WIDEN:
+            if low := np.flatnonzero(bits & np.uint32(0xFFFF)).tolist():
+                raise BaseMismatchError(
+                    f"widened element of flat index {index[low[0]]}: expected its low 16 bits to be 0, got "
+                    f"0x{int(bits[low[0]]) & 0xFFFF:04x}; the parameter was changed by something other than a refit"
+                )
+            bits = (bits >> np.uint32(16)).astype(np.uint16)
+        total += digest_of_elements(index, bits)
+    return total
