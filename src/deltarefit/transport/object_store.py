@@ -1,0 +1,132 @@
+"""Payloads as objects: each owner uploads once, every rollout node downloads (paper 7.1, B.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+
+from deltarefit.errors import PayloadInvalidError
+from deltarefit.ids import AttemptId, OwnerId, PayloadId
+from deltarefit.transport import keys
+from deltarefit.transport.base import PayloadEntry, check_payload
+from deltarefit.transport.guard import STOP_TIMEOUT_S, SendGuard
+from deltarefit.transport.manifest import MAX_MANIFEST_NBYTES, Manifest, OwnerEnd
+from deltarefit.transport.stores import RunStore
+
+__all__ = ["ManifestWriter", "ObjectStoreSender", "ObjectStoreSource", "read_manifest", "sweep_attempts"]
+
+
+class ObjectStoreSender:
+    """A ``PayloadSender`` that uploads each payload as one object under the attempt's prefix."""
+
+    def __init__(self, store: RunStore, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+        self._store = store
+        self._guard = SendGuard(stop_timeout_s)
+
+    def send(self, payload_id: PayloadId, data: bytes | memoryview) -> None:
+        """Upload; large payloads go up in parts. On return the object is durable as the store is."""
+        with self._guard.sending(payload_id):
+            self._store.put(keys.payload(payload_id), data)
+
+    def stop_and_wait(self, attempt: AttemptId) -> None:
+        """See ``PayloadSender``."""
+        self._guard.stop_and_wait(attempt)
+
+    def cleanup(self, attempt: AttemptId) -> None:
+        """Remove payloads and manifest of the attempt."""
+        self._guard.stop_and_wait(attempt)
+        self._store.delete_prefix(keys.attempt_prefix(attempt))
+
+
+class ObjectStoreSource:
+    """A ``PayloadSource`` that downloads; a large payload in ranges, several at a time, each repeated by itself."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def fetch(self, payload_id: PayloadId, *, nbytes: int, digest: str) -> bytes:
+        """See ``PayloadSource``."""
+        data = self._read(payload_id, nbytes)
+        try:
+            check_payload(payload_id, data, nbytes=nbytes, digest=digest)
+        except PayloadInvalidError:
+            # Proxies have been seen to cut bodies short or mix them up: only a second read tells damage on the way
+            # from a damaged object.
+            data = self._read(payload_id, nbytes)
+            check_payload(payload_id, data, nbytes=nbytes, digest=digest)
+        return data
+
+    def _read(self, payload_id: PayloadId, nbytes: int) -> bytes:
+        key = keys.payload(payload_id)
+        part_nbytes = self._store.settings.part_nbytes
+        if nbytes <= part_nbytes:
+            return self._store.get(key, max_nbytes=nbytes)
+        info = self._store.head(key)
+        if info is not None and info.nbytes != nbytes:
+            raise PayloadInvalidError(f"{payload_id}: expected {nbytes} bytes, the object has {info.nbytes}")
+        data = bytearray(nbytes)
+
+        def read_part(start: int) -> None:
+            length = min(part_nbytes, nbytes - start)
+            data[start : start + length] = self._store.get_range(key, start, length)
+
+        with ThreadPoolExecutor(self._store.settings.concurrency, thread_name_prefix="fetch") as pool:
+            for done in [pool.submit(read_part, start) for start in range(0, nbytes, part_nbytes)]:
+                done.result()
+        return bytes(data)
+
+
+class ManifestWriter:
+    """One owner's part of an attempt's manifest, rewritten after every payload: receivers then need no call from the owner.
+
+    Used by one thread. A restarted owner never continues an attempt, so it never reads its part back.
+    """
+
+    def __init__(self, store: RunStore, attempt: AttemptId, owner: OwnerId) -> None:
+        self._store = store
+        self._attempt = attempt
+        self._owner = owner
+        self._entries: list[PayloadEntry] = []
+
+    def add(self, entry: PayloadEntry) -> None:
+        """List a payload, after its ``send`` returned. Durable on return."""
+        self._entries.append(entry)
+        self._write(())
+
+    def end(self) -> OwnerEnd:
+        """Close the list. Durable on return."""
+        end = OwnerEnd.of(int(self._owner), self._entries)
+        self._write((end,))
+        return end
+
+    def _write(self, ended: tuple[OwnerEnd, ...]) -> None:
+        part = Manifest(self._attempt, tuple(sorted(self._entries)), ended)
+        self._store.put(keys.manifest_part(self._attempt, int(self._owner)), part.encode())
+
+
+def read_manifest(store: RunStore, attempt: AttemptId) -> Manifest:
+    """What owners have listed so far; empty if nothing yet.
+
+    Raises:
+        PayloadInvalidError: a part is damaged, or lists another owner's payloads.
+    """
+    parts: list[Manifest] = []
+    for info in store.listing(keys.manifest_prefix(attempt)):
+        part = Manifest.decode(store.get(info.key, max_nbytes=MAX_MANIFEST_NBYTES), attempt=attempt)
+        owners = {entry.owner for entry in part.entries} | {end.owner for end in part.ended}
+        if any(keys.manifest_part(attempt, owner) != info.key for owner in owners):
+            raise PayloadInvalidError(f"{info.key}: it lists payloads of owners {sorted(owners)}, not only its own")
+        parts.append(part)
+    return Manifest.merge(attempt, parts)
+
+
+def sweep_attempts(store: RunStore, *, keep: Collection[AttemptId]) -> tuple[AttemptId, ...]:
+    """Remove every attempt's objects but those to keep: what killed owners left behind (checklist D41).
+
+    Call it only while holding the run, and with the active and all retained attempts in ``keep``. Returns what was removed.
+    """
+    found = {attempt for info in store.listing(keys.ATTEMPTS) if (attempt := keys.attempt_of(info.key)) is not None}
+    removed = tuple(sorted(found - set(keep)))
+    for attempt in removed:
+        store.delete_prefix(keys.attempt_prefix(attempt))
+    return removed
