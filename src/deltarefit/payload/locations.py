@@ -1,0 +1,146 @@
+"""Proof that an item's locations are ascending, as many as its values and inside its tensor, without building positions.
+
+Gaps are unsigned and each step adds one more, so positions ascend strictly whatever the bytes are. What is left to check is
+how many there are and where the last one lies, and both are sums. Positions are built only for items of one tensor whose
+spans interleave, where sums cannot show that no element is addressed twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarefit.kernels import decode_positions
+from deltarefit.payload.header import refuse
+from deltarefit.records import CodedItem, LocationForm
+
+__all__ = ["check_disjoint", "check_locations"]
+
+_ESCAPE = 255
+_BLOCK = 2**20
+"""Bytes looked at in one go: small enough that temporaries stay in cache, and that sums fit 32 bits."""
+
+
+def check_locations(item: CodedItem, *, where: object, what: str) -> None:
+    """Check count and last position of one item.
+
+    Raises:
+        PayloadInvalidError: the location planes do not give exactly ``count`` positions, all below the tensor's end.
+    """
+    if item.location_form is LocationForm.RUN:
+        return
+    if item.location_form is LocationForm.GAPS:
+        plane = item.location_planes[0]
+        found = plane.size - _count_escapes(plane)
+        if found != item.count:
+            refuse(where, f"{what}: its gaps give {found} positions, expected {item.count}")
+        if plane[-1] == _ESCAPE:
+            refuse(where, f"{what}: its gaps end in the middle of an escape")
+    if (last := _last_position(item)) >= item.spec.num_elements:
+        refuse(where, f"{what}: its gaps lead to element {last}, the tensor has {item.spec.num_elements}")
+
+
+def check_disjoint(items: Sequence[CodedItem], *, where: object) -> None:
+    """Check that no element is addressed twice in one payload. Every item has passed ``check_locations``.
+
+    Two entries for one element would contradict each other, or a difference would be added twice (paper A.3). Extra memory
+    is needed for interleaving items alone: at most 16 bytes for each of their elements that is not part of a run.
+
+    Raises:
+        PayloadInvalidError: an element is addressed twice.
+    """
+    by_name: dict[str, list[CodedItem]] = {}
+    for item in items:
+        by_name.setdefault(item.spec.name, []).append(item)
+    for name, same in by_name.items():
+        if len({(item.spec.dtype, item.spec.shape) for item in same}) > 1:
+            refuse(where, f"tensor {name}: its items differ in dtype or shape")
+        if len(same) > 1:
+            for cluster in _clusters(same):
+                _check_cluster(cluster, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    first: int
+    last: int
+    """Inclusive."""
+    item: CodedItem
+
+
+def _clusters(items: Iterable[CodedItem]) -> Iterable[list[_Span]]:
+    """Groups of items whose spans overlap; items that stand alone are left out."""
+    spans = sorted((_Span(_first_position(item), _last_position(item), item) for item in items), key=lambda span: span.first)
+    cluster: list[_Span] = []
+    end = -1
+    for span in spans:
+        if span.first > end:
+            if len(cluster) > 1:
+                yield cluster
+            cluster = []
+        cluster.append(span)
+        end = max(end, span.last)
+    if len(cluster) > 1:
+        yield cluster
+
+
+def _check_cluster(cluster: Sequence[_Span], where: object) -> None:
+    # A run is a span without holes: it is compared by its ends and never built, however long it is.
+    runs = [span for span in cluster if span.item.location_form is LocationForm.RUN]
+    for before, after in itertools.pairwise(runs):
+        if after.first <= before.last:
+            _refuse_twice(where, after.item, after.first)
+    sparse = [span.item for span in cluster if span.item.location_form is not LocationForm.RUN]
+    if not sparse:
+        return
+    positions = np.concatenate([decode_positions(item) for item in sparse])
+    positions.sort()
+    twice = np.flatnonzero(positions[1:] == positions[:-1])
+    if twice.size:
+        _refuse_twice(where, sparse[0], int(positions[twice[0]]))
+    for run in runs:
+        at = int(np.searchsorted(positions, run.first))
+        if at < positions.size and positions[at] <= run.last:
+            _refuse_twice(where, run.item, int(positions[at]))
+
+
+def _refuse_twice(where: object, item: CodedItem, flat_index: int) -> None:
+    refuse(where, f"tensor {item.spec.name}: element {flat_index} is addressed twice, expected at most once in a payload")
+
+
+def _first_position(item: CodedItem) -> int:
+    if item.location_form is LocationForm.RUN:
+        return item.start
+    if item.location_form is LocationForm.GAPS:
+        plane = item.location_planes[0]
+        escapes = 0
+        for block in _blocks(plane):
+            ends = np.flatnonzero(block != _ESCAPE)
+            if ends.size:
+                return (escapes + int(ends[0])) * _ESCAPE + int(block[ends[0]])
+            escapes += block.size
+    return sum(int(plane[0]) << (8 * number) for number, plane in enumerate(item.location_planes))
+
+
+def _last_position(item: CodedItem) -> int:
+    """The sum of all gaps, one more for every step after the first. Python ints: nothing wraps."""
+    if item.location_form is LocationForm.RUN:
+        return item.start + item.count - 1
+    gaps = sum(_byte_sum(plane) << (8 * number) for number, plane in enumerate(item.location_planes))
+    return gaps + item.count - 1
+
+
+def _byte_sum(plane: NDArray[np.uint8]) -> int:
+    return sum(int(block.sum(dtype=np.uint32)) for block in _blocks(plane))
+
+
+def _count_escapes(plane: NDArray[np.uint8]) -> int:
+    return sum(int(np.count_nonzero(block == _ESCAPE)) for block in _blocks(plane))
+
+
+def _blocks(plane: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
+    return (plane[start : start + _BLOCK] for start in range(0, plane.size, _BLOCK))
