@@ -1,0 +1,81 @@
+"""What vLLM calls in each of its processes: make the backend known, and watch models being loaded for it.
+
+Nothing else in vLLM is touched, and an engine with another backend, or none, in the same process is left as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "deltarefit"
+"""The name to put into vLLM's ``weight_transfer_config``."""
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend with vLLM. May be called any number of times; never raises, for it runs in every vLLM process."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.model_executor.model_loader import base_loader
+
+        _register_backend(WeightTransferEngineFactory)
+        _watch_loading(base_loader)
+    except Exception as error:  # anything raised here would take down engines that do not even use us
+        _log.warning(
+            "the weight-transfer backend %r is not available: this vLLM lacks what it needs (%s: %s); "
+            "deltarefit is tested with vLLM 0.32",
+            BACKEND,
+            type(error).__name__,
+            error,
+        )
+
+
+def _register_backend(factory: Any) -> None:
+    try:
+        factory.register_engine(BACKEND, "deltarefit.integrations.vllm.backend", "DeltarefitBackend")
+    except ValueError as error:
+        _log.debug("backend %r: %s", BACKEND, error)  # registered before, in this process
+
+
+def _watch_loading(base_loader: Any) -> None:
+    original = base_loader.process_weights_after_loading
+    if not getattr(original, "watched_by_deltarefit", False):
+        base_loader.process_weights_after_loading = _watched(original)
+
+
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's post-load step, with weights kept in load format and every change that it makes recorded.
+
+    This is the one moment that knows both the configuration (so only engines that chose this backend are affected) and the
+    weights as the loader wrote them.
+    """
+
+    @functools.wraps(original)
+    def process(model: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_chosen():
+            original(model, *args, **kwargs)
+            return
+        from deltarefit.integrations.vllm.layout import LoadWatch
+        from deltarefit.integrations.vllm.unpacked import load_format_kept
+
+        watch = LoadWatch(model)
+        with load_format_kept():
+            original(model, *args, **kwargs)
+        watch.finish()
+
+    process.watched_by_deltarefit = True  # type: ignore[attr-defined]
+    return process
+
+
+def _is_chosen() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    transfer = config.weight_transfer_config if config is not None else None
+    return transfer is not None and transfer.backend == BACKEND
