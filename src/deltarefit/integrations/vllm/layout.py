@@ -103,7 +103,8 @@ def check_layout(model: Any) -> None:
     if model not in _RECORDS:
         raise RejectedError(
             "vLLM loaded this model by a way that deltarefit did not see, so its weights may be packed: expected a loader "
-            "derived from BaseModelLoader, in a process where the vllm.general_plugins entry point 'deltarefit' ran (see VLLM_PLUGINS)"
+            "derived from BaseModelLoader, in a process that ran "
+            "the vllm.general_plugins entry point 'deltarefit' (see VLLM_PLUGINS)"
         )
     found = list(dict.fromkeys([*_RECORDS[model], *_packed_copies(dict(model.named_modules()))]))
     if found:
