@@ -30,7 +30,7 @@ class BeaconReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     nonce: str
     """Of one start of the writer: a restarted one has another."""
-    counter: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    counter: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     """Grows with every beat."""
     info: bytes
     """The writer's own words: address, role, capabilities."""
