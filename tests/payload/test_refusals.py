@@ -1,9 +1,11 @@
 """The decoder refuses first: one case for every line of FORMAT.md's list, and more for lines that several faults lead to."""
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zstandard
 from payload_cases import ID, KEY, as_plain, item, sample, sample_items
 from refusals import FURTHER, REFUSALS
 
@@ -70,6 +72,19 @@ def test_a_lying_payload_does_not_make_the_decoder_allocate():
             assert tracemalloc.get_traced_memory()[1] - before < 2**18
     finally:
         tracemalloc.stop()
+
+
+def test_a_short_answer_of_the_zstd_binding_is_refused(monkeypatch):
+    """zstd compares sizes itself; should a binding hand on less all the same, columns must not silently end early."""
+
+    class Short:
+        def decompress(self, frame, allow_extra_data):
+            return zstandard.decompress(frame)[:-1]
+
+    data = sample()
+    monkeypatch.setattr("deltarefit.payload.frames._contexts", SimpleNamespace(reader=Short()))
+    with pytest.raises(PayloadInvalidError, match="item table: 327 bytes decompressed, expected 328"):
+        decode(data)
 
 
 def test_long_runs_are_compared_without_building_positions():
