@@ -1,1 +1,44 @@
+"""The training side: who owns which shard, what changed in it, and in which buckets it travels (paper 4, A.1).
 
+May import ``placement``, ``kernels``, ``bits`` and the leaves; numpy, msgspec and torch. Never ``torch.distributed`` (a
+``Collective`` is handed in), transports, the control plane or a training framework: adapters live in ``integrations``.
+"""
+
+from __future__ import annotations
+
+from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_replicas, check_manifest
+from deltarefit.source.baseline import SourceBaseline, TaskTracker
+from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
+from deltarefit.source.collective import Collective, LocalCollective, together
+from deltarefit.source.owner import BuildStats, Owner
+from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
+from deltarefit.source.regions import onto_view, window
+from deltarefit.source.settings import SourceSettings
+from deltarefit.source.setup import Source, open_source
+from deltarefit.source.task import ConversionTask, SourceAdapter
+
+__all__ = [
+    "BuildStats",
+    "Collective",
+    "ConversionTask",
+    "LocalCollective",
+    "Owner",
+    "Source",
+    "SourceAdapter",
+    "SourceBaseline",
+    "SourceSettings",
+    "TaskTracker",
+    "agree_on_catalog",
+    "audit_coverage",
+    "audit_replicas",
+    "check_manifest",
+    "cut_into_buckets",
+    "cut_into_chunks",
+    "elect_owners",
+    "onto_view",
+    "open_source",
+    "owned_tasks",
+    "stable_hash",
+    "together",
+    "window",
+]

@@ -1,1 +1,11 @@
+"""Sources in plain PyTorch: modules, data-parallel modules and transformers models; the default process group.
 
+May import everything below ``runtime`` and torch; transformers only where the caller's process already uses it.
+"""
+
+from __future__ import annotations
+
+from deltarefit.integrations.torch.adapter import TorchAdapter, torch_adapter
+from deltarefit.integrations.torch.collective import TorchCollective, default_collective
+
+__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "torch_adapter"]

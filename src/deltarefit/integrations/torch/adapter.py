@@ -1,0 +1,110 @@
+"""The source adapter for plain modules, data-parallel modules and transformers models held whole by every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from deltarefit.canonical import Catalog, TensorSpec
+from deltarefit.errors import RejectedError
+from deltarefit.integrations.torch.export import ExportMap, exporter_of, map_export
+from deltarefit.integrations.torch.local import LocalTensor, local_tensors, unwrap
+from deltarefit.pieces import Piece
+from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest, onto_view, window
+
+__all__ = ["TorchAdapter", "torch_adapter"]
+
+
+class TorchAdapter:
+    """Facts about a module of which every rank of the collective holds a full, equal copy.
+
+    The catalog is in checkpoint names: what ``save_pretrained`` would write for a transformers model, else ``state_dict``.
+    Tied weights appear once, under the name that the checkpoint uses.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, collective: Collective, manifest: Catalog | None = None) -> None:
+        self._model = unwrap(model)
+        self._collective = collective
+        self._manifest = manifest
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, LocalTensor]:
+        return local_tensors(self._model)
+
+    @functools.cached_property
+    def _export(self) -> ExportMap:
+        exporter = exporter_of(self._model, self._tensors)
+        export = map_export(exporter, self._tensors, exporter.kept)
+        if self._manifest is not None and exporter.aliases:
+            tied = map_export(exporter, self._tensors, tuple(exporter.aliases))
+            export = _named_as_in(self._manifest, export, tied, exporter.aliases)
+        if export.opaque:
+            name, reason = next(iter(export.opaque.items()))
+            raise RejectedError(
+                f"tensor {name} (and {len(export.opaque) - 1} more): {reason}, so its changes cannot be sent element by element"
+            )
+        if self._manifest is not None:
+            check_manifest(Catalog(export.specs.values()), self._manifest)
+        return export
+
+    @functools.cached_property
+    def _catalog(self) -> Catalog:
+        return Catalog(self._export.specs.values())
+
+    def catalog(self) -> Catalog:
+        """See SourceAdapter."""
+        return self._catalog
+
+    def tasks(self) -> Sequence[ConversionTask]:
+        """See SourceAdapter."""
+        tasks: list[ConversionTask] = []
+        for name, parts in self._export.placements.items():
+            spec = self._export.specs[name]
+            for source, pieces in parts:
+                key = name if len(parts) == 1 else f"{name}<{source}"
+                tasks.append(self._task(key, spec, self._tensors[source], pieces))
+        return tasks
+
+    def barrier(self) -> None:
+        """See SourceAdapter. Waits for this rank's accelerators, then for the other ranks."""
+        for device in {tensor.live().device for tensor in self._tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self._collective.barrier()
+
+    def _task(self, key: str, spec: TensorSpec, local: LocalTensor, pieces: Sequence[Piece]) -> ConversionTask:
+        first, count, moved = window(onto_view(pieces, local.view))
+        replicas = tuple(range(self._collective.world_size))
+        return ConversionTask(key, spec, moved, functools.partial(local.words, first, count), replicas)
+
+
+def _named_as_in(manifest: Catalog, kept: ExportMap, tied: ExportMap, aliases: Mapping[str, str]) -> ExportMap:
+    """The export with tied weights under the names that the manifest lists: one of them, or several."""
+    wanted = {name for name in tied.placements if name in manifest}
+    replaced = {aliases[source] for name in wanted for source, _ in tied.placements[name]}
+    dropped = {
+        name
+        for name, parts in kept.placements.items()
+        if name not in manifest and all(source in replaced for source, _ in parts)
+    }
+    specs = {name: spec for name, spec in kept.specs.items() if name not in dropped}
+    placements = {name: parts for name, parts in kept.placements.items() if name not in dropped}
+    for name in wanted:
+        specs[name], placements[name] = tied.specs[name], tied.placements[name]
+    return ExportMap(specs, placements, kept.opaque)
+
+
+def torch_adapter(
+    model: torch.nn.Module, *, collective: Collective | None = None, manifest: Catalog | None = None
+) -> SourceAdapter:
+    """The adapter for a module that every training rank holds whole.
+
+    Args:
+        model: A module, bare or wrapped by DistributedDataParallel or torch.compile; a transformers model gets its checkpoint
+            names.
+        collective: The training ranks, all of which hold a copy; this rank alone if None.
+        manifest: Names, dtypes and shapes of the checkpoint that receivers load. If given, the model must produce exactly that.
+    """
+    return TorchAdapter(model, collective=collective or LocalCollective(), manifest=manifest)

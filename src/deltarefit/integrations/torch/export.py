@@ -1,0 +1,171 @@
+"""What a model's checkpoint would contain, by which names, and how it comes from the module's own tensors.
+
+For a transformers model this is what ``save_pretrained`` does: drop ignored keys, keep one name of tied weights, undo the
+conversion that ``from_pretrained`` applied. For any other module the checkpoint is its ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deltarefit import placement
+from deltarefit.bits import spec_of
+from deltarefit.canonical import TensorSpec
+from deltarefit.errors import RejectedError
+from deltarefit.integrations.torch.local import LocalTensor, clean_name, same_memory
+from deltarefit.pieces import Piece, whole
+
+__all__ = ["ExportMap", "Exporter", "exporter_of", "map_export"]
+
+Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exporter:
+    """How a model is exported."""
+
+    kept: tuple[str, ...]
+    """Module tensors that the checkpoint is made from."""
+    aliases: Mapping[str, str]
+    """Tied names that the checkpoint leaves out, to the kept name that is the same memory."""
+    convert: Convert
+    """From module names and tensors to checkpoint names and tensors; works on any subset that belongs together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportMap:
+    """Where every element of every checkpoint tensor comes from."""
+
+    specs: dict[str, TensorSpec]
+    """Checkpoint tensors, by name."""
+    placements: dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]]
+    """Per checkpoint tensor, per module tensor it takes elements from: pieces onto that tensor taken as row-major."""
+    opaque: dict[str, str]
+    """Checkpoint tensors that are computed rather than rearranged, with the reason."""
+
+
+def exporter_of(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> Exporter:
+    """The exporter of an unwrapped model with these tensors.
+
+    Raises:
+        RejectedError: the model's state_dict holds tensors that are not its own memory, adapters are attached, or tied weights
+            are tied in a way that its checkpoint cannot express.
+    """
+    state = _own_state(model, tensors)
+    transformers_model = _transformers_class()
+    if transformers_model is not None and isinstance(model, transformers_model):
+        return _transformers_exporter(model, state)
+    kept: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state.items():
+        first = kept.setdefault(_memory(tensor, name), name)
+        if first != name:
+            aliases[name] = first
+    return Exporter(tuple(kept.values()), aliases, lambda tensors: tensors)
+
+
+def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: tuple[str, ...]) -> ExportMap:
+    """Watch the exporter on these module tensors.
+
+    A first run on meta tensors, which costs nothing, gives names and shapes and finds what is merely renamed. Only the rest is
+    traced with probes, a layer at a time.
+    """
+    meta = {name: torch.empty(tensors[name].view.shape, dtype=tensors[name].dtype, device="meta") for name in names}
+    inputs = {id(tensor): name for name, tensor in meta.items()}
+    outputs = exporter.convert(dict(meta))
+    found = ExportMap({name: spec_of(name, tensor) for name, tensor in outputs.items()}, {}, {})
+    for name, tensor in outputs.items():
+        if id(tensor) in inputs:
+            view = whole(tuple(tensor.shape))
+            found.placements[name] = ((inputs[id(tensor)], (Piece(view, view),)),)
+    renamed = {parts[0][0] for parts in found.placements.values()}
+    expected = set(found.specs) - set(found.placements)
+    for batch in _layers(name for name in names if name not in renamed):
+        traced = placement.trace_conversion(exporter.convert, {name: meta[name] for name in batch})
+        for name, spec in traced.specs.items():
+            if found.specs.get(name) != spec:
+                raise RejectedError(
+                    f"export of {', '.join(batch[:3])}: gives {spec} on its own, {found.specs.get(name)} as part of the "
+                    "model; expected layers to be converted independently"
+                )
+        found.placements.update(traced.placements)
+        found.opaque.update(traced.opaque)
+        expected -= set(traced.specs)
+    if expected:
+        raise RejectedError(f"export of {', '.join(sorted(expected)[:3])} needs tensors of several layers; cannot be traced")
+    return found
+
+
+def _layers(names: Any) -> list[tuple[str, ...]]:
+    """Names grouped by what stands before and in their first numbered component."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        groups.setdefault(match[1] if match else "", []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _own_state(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> dict[str, torch.Tensor]:
+    """The model's state_dict under clean names, checked to be the module's own memory."""
+    state = {}
+    for raw, tensor in model.state_dict().items():
+        name = clean_name(raw)
+        if name.endswith("_extra_state") or not isinstance(tensor, torch.Tensor):
+            continue
+        if ".base_layer." in name or ".lora_" in name:
+            raise RejectedError(
+                f"tensor {name}: adapters are attached, so the checkpoint's weights are sums that exist nowhere in memory. "
+                "Merge them, or publish through the residual path"
+            )
+        if name not in tensors or not same_memory(tensor, tensors[name]):
+            raise RejectedError(
+                f"tensor {name}: the model's state_dict returns something other than its own parameter or buffer; "
+                "expected no state_dict hook that changes values"
+            )
+        state[name] = tensor
+    return state
+
+
+def _memory(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
+    """Equal for tensors that are the same elements. Empty tensors have no memory to share."""
+    if not tensor.numel():
+        return (name,)
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+def _transformers_class() -> Any:
+    """PreTrainedModel, if the caller's process uses transformers at all."""
+    return getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+
+
+def _transformers_exporter(model: Any, state: dict[str, torch.Tensor]) -> Exporter:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise RejectedError(
+            f"{type(model).__name__} is quantised: its checkpoint is computed from packed parameters. "
+            "Publish the unquantised model, or write conversion tasks by hand"
+        )
+    ignored = model._keys_to_ignore_on_save or ()
+    state = {name: tensor for name, tensor in state.items() if name not in ignored}
+    try:
+        kept = remove_tied_weights_from_state_dict(dict(state), model)
+    except RuntimeError as error:
+        raise RejectedError(f"{type(model).__name__}: transformers cannot save it: {error}") from error
+    by_memory = {_memory(state[name], name): name for name in kept}
+    aliases = {name: by_memory[_memory(tensor, name)] for name, tensor in state.items() if name not in kept}
+    return Exporter(tuple(kept), aliases, lambda tensors: revert_weight_conversion(model, dict(tensors)))

@@ -1,0 +1,114 @@
+"""The committed bits that owners compare with (paper 4.1; checklist P012 to P014).
+
+One tracker per owned task: 1.0 times the owned bytes, in host memory or in a memory-mapped file, never on an accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarefit import kernels
+from deltarefit.canonical import TensorDigest, Words
+from deltarefit.errors import RejectedError
+from deltarefit.pieces import Piece, merge_pieces
+from deltarefit.records import CodedItem, Encoding
+from deltarefit.source.task import ConversionTask
+
+__all__ = ["SourceBaseline", "TaskTracker"]
+
+_ALIGNMENT = 64  # a cache line, and the widest vector of the scan kernels
+
+
+class TaskTracker:
+    """The committed words of one task, group of pieces after group, each in piece order."""
+
+    __slots__ = ("_words", "digest", "groups", "task")
+
+    def __init__(self, task: ConversionTask, groups: tuple[tuple[Piece, ...], ...], words: tuple[Words, ...]) -> None:
+        self.task = task
+        self.groups = groups
+        self._words = words
+        self.digest = TensorDigest()
+        """Of the committed words."""
+
+    @property
+    def words(self) -> tuple[Words, ...]:
+        """Committed words, one array per group of pieces. Not to be written to."""
+        return self._words
+
+    def fill(self) -> None:
+        """Take the storage as it is now for committed."""
+        self.overwrite()
+        storage = self.task.words()
+        self.digest = sum((kernels.digest(storage, group) for group in self.groups), TensorDigest())
+
+    def scan(self, encoding: Encoding, *, everything: bool = False) -> tuple[tuple[CodedItem, ...], TensorDigest]:
+        """Compare storage with the committed words: an item per group that changed, and the change of the digest."""
+        storage = self.task.words()
+        items: list[CodedItem] = []
+        change = TensorDigest()
+        for pieces, committed in zip(self.groups, self._words, strict=True):
+            result = kernels.scan(self.task.spec, storage, committed, pieces, encoding, everything=everything)
+            change = change + result.digest_change
+            if result.item is not None:
+                items.append(result.item)
+        return tuple(items), change
+
+    def overwrite(self) -> None:
+        """Copy the storage over the committed words: absolute, so it may be repeated. The digest is the caller's to update."""
+        storage = self.task.words()
+        for pieces, committed in zip(self.groups, self._words, strict=True):
+            kernels.commit(committed, storage, pieces)
+
+
+class SourceBaseline:
+    """The trackers of one owner, in one allocation."""
+
+    def __init__(self, tasks: Sequence[ConversionTask], directory: Path | None = None) -> None:
+        """Allocate; the words are undefined until each tracker's ``fill``.
+
+        Raises:
+            RejectedError: the file system at ``directory`` has no room, or a task's pieces cannot be coded.
+        """
+        groups = [merge_pieces(piece for piece in task.pieces if piece.num_elements) for task in tasks]
+        layout: list[tuple[int, int]] = []
+        nbytes = 0
+        for task, task_groups in zip(tasks, groups, strict=True):
+            for group in task_groups:
+                group_nbytes = sum(piece.num_elements for piece in group) * task.spec.element_nbytes
+                layout.append((nbytes, group_nbytes))
+                nbytes += -(-group_nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._arena = _allocate(nbytes, directory)
+        places = iter(layout)
+        self.trackers = tuple(
+            TaskTracker(task, task_groups, tuple(self._place(next(places), task) for _ in task_groups))
+            for task, task_groups in zip(tasks, groups, strict=True)
+        )
+
+    def _place(self, place: tuple[int, int], task: ConversionTask) -> Words:
+        byte_offset, nbytes = place
+        return self._arena[byte_offset : byte_offset + nbytes].view(task.spec.word_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, alignment included."""
+        return self._arena.nbytes
+
+
+def _allocate(nbytes: int, directory: Path | None) -> NDArray[np.uint8]:
+    if directory is None or nbytes == 0:
+        return np.empty(nbytes, np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=directory, prefix="deltarefit-baseline-") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a hole in the file would become SIGBUS when the disk is full
+            return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
+    except OSError as error:
+        raise RejectedError(
+            f"baseline of {nbytes} bytes in {directory}: {error}; name a directory with that much room"
+        ) from error

@@ -1,0 +1,43 @@
+"""Settings of the source side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deltarefit.errors import RejectedError
+
+__all__ = ["SourceSettings"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """How owners keep, compare and pack what they own. All ranks must use the same."""
+
+    chunk_nbytes: int = 64 * MIB
+    """Input bytes, unchanged elements included, that one thread scans at a time (paper C: 64 MiB on object storage)."""
+    bucket_nbytes: int = 512 * MIB
+    """Input bytes per payload (paper C). Tensors are never split, so chunks and buckets may exceed their targets."""
+    scan_threads: int = 0
+    """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
+    baseline_directory: Path | None = None
+    """Where to memory-map the baseline; None keeps it in anonymous host memory. The file has no name and leaves nothing."""
+    check_replicas: Literal["never", "start", "always"] = "start"
+    """When copies of a shard are compared bit for bit: a read of all weights that the rank holds (checklist P015)."""
+    verify_candidate: bool = True
+    """Whether commit first proves, at the price of one more scan, that the candidate is still the one that was sent."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_nbytes", "bucket_nbytes"):
+            if getattr(self, name) < 1:
+                raise RejectedError(f"source settings: {name} {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.scan_threads <= 1024:
+            raise RejectedError(f"source settings: scan_threads {self.scan_threads}; expected 0 to 1024")
+
+    @property
+    def num_threads(self) -> int:
+        return self.scan_threads or min(16, len(os.sched_getaffinity(0)))

@@ -1,0 +1,61 @@
+"""From an adapter to an owner: the one order in which the source side is set up and audited."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltarefit.canonical import Catalog
+from deltarefit.ids import OwnerId
+from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_replicas
+from deltarefit.source.collective import Collective, together
+from deltarefit.source.owner import Owner
+from deltarefit.source.ownership import owned_tasks
+from deltarefit.source.settings import SourceSettings
+from deltarefit.source.task import ConversionTask, SourceAdapter
+
+__all__ = ["Source", "open_source"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One training rank's side, audited and ready to build."""
+
+    adapter: SourceAdapter
+    catalog: Catalog
+    tasks: tuple[ConversionTask, ...]
+    """Every shard this rank holds, in key order."""
+    owner: Owner
+    fingerprint: str
+    """32 hex digits over this rank's catalog, shards and replica sets: it changes when names, shapes or layout do."""
+
+
+def open_source(adapter: SourceAdapter, collective: Collective, settings: SourceSettings | None = None) -> Source:
+    """Read the adapter's facts, prove them, and copy the present parameters as the committed baseline.
+
+    Called by every training rank, with equal settings. Every rank raises if one does.
+
+    Raises:
+        RejectedError: catalogs differ between ranks, an element has no owner or several, replicas differ bitwise, or there is
+            no room for the baseline.
+    """
+    settings = settings or SourceSettings()
+    catalog, tasks = together(collective, "reading the model's facts", lambda: (adapter.catalog(), _sorted(adapter.tasks())))
+    agree_on_catalog(catalog, collective)
+    owned = together(collective, "electing owners", lambda: owned_tasks(tasks, collective.rank))
+    audit_coverage(catalog, owned, collective)
+    adapter.barrier()
+    if settings.check_replicas != "never":
+        audit_replicas(tasks, collective)
+    owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings))
+    return Source(adapter, catalog, tasks, owner, _fingerprint(catalog, tasks))
+
+
+def _sorted(tasks: Sequence[ConversionTask]) -> tuple[ConversionTask, ...]:
+    return tuple(sorted(tasks, key=lambda task: task.key))
+
+
+def _fingerprint(catalog: Catalog, tasks: Sequence[ConversionTask]) -> str:
+    lines = "".join(f"{task.key}\0{task.spec.name}\0{task.num_elements}\0{task.replicas}\n" for task in tasks)
+    return hashlib.blake2b(f"{catalog.digest}\n{lines}".encode(), digest_size=16).hexdigest()

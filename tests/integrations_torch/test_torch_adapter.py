@@ -1,0 +1,161 @@
+"""Plain modules: names, aliases, strides, rebinding, and what is refused."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from deltarefit import kernels  # noqa: E402
+from deltarefit.bits import logical_words  # noqa: E402
+from deltarefit.errors import RejectedError  # noqa: E402
+from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.integrations.torch.local import clean_name  # noqa: E402
+from deltarefit.pieces import merge_pieces  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+
+def values(adapter):
+    """Logical words by name, gathered through the tasks' pieces."""
+    found = {}
+    for task in adapter.tasks():
+        (group,) = merge_pieces(task.pieces) or ((),)
+        found[task.spec.name] = kernels.gather(task.words(), group) if group else np.empty(0)
+    return found
+
+
+def expected(model):
+    return {name: logical_words(tensor) for name, tensor in model.state_dict().items()}
+
+
+def assert_same(found, wanted):
+    assert sorted(found) == sorted(wanted)
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_parameters_and_persistent_buffers_are_the_state_dict():
+    model = Small()
+    adapter = torch_adapter(model)
+    assert_same(values(adapter), expected(model))
+    assert "cache" not in adapter.catalog()
+    assert str(adapter.catalog()["norm.num_batches_tracked"]) == "norm.num_batches_tracked I64[]"
+
+
+def test_wrappers_leave_no_trace_in_names():
+    model = Small()
+    compiled = torch.compile(model, backend="eager")
+    assert torch_adapter(compiled).catalog() == torch_adapter(model).catalog()
+    assert torch_adapter(nn.DataParallel(model)).catalog() == torch_adapter(model).catalog()
+    inner = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert list(torch_adapter(inner).catalog()) == ["0.bias", "0.weight"]
+    assert clean_name("_orig_mod.a._checkpoint_wrapped_module.b_orig_mod.w") == "a.b_orig_mod.w"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(6, 4).t(),
+        lambda: torch.randn(5, 9)[1:, 2:8],
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 8)[:, ::2],
+        lambda: torch.randn(7)[3],
+    ],
+)
+def test_strided_parameters_are_read_in_logical_order(make):
+    """Case C114: storage order is not logical order."""
+    model = nn.Module()
+    model.weight = nn.Parameter(make())
+    adapter = torch_adapter(model)
+    assert_same(values(adapter), expected(model))
+    (task,) = adapter.tasks()
+    assert np.shares_memory(task.words(), np.asarray(model.weight.detach()))
+
+
+def test_tied_parameters_of_a_plain_module_are_declared_once():
+    model = nn.Module()
+    model.embed = nn.Embedding(5, 4)
+    model.head = nn.Linear(4, 5, bias=False)
+    model.head.weight = model.embed.weight
+    assert list(torch_adapter(model).catalog()) == ["embed.weight"]
+
+
+def test_views_of_one_storage_that_are_not_equal_are_separate_tensors():
+    fused = torch.randn(6, 4)
+    model = nn.Module()
+    model.q, model.k = nn.Parameter(fused[:4]), nn.Parameter(fused[4:])
+    assert_same(values(torch_adapter(model)), expected(model))
+
+
+def test_a_rebound_parameter_is_followed():
+    """Trainers replace ``.data`` and whole Parameter objects between steps."""
+    model = Small()
+    adapter = torch_adapter(model)
+    tasks = {task.spec.name: task for task in adapter.tasks()}
+    model.embed.weight.data = torch.randn(5, 4)
+    model.conv.weight = nn.Parameter(torch.randn(4, 3, 2, 2))
+    for name in ("embed.weight", "conv.weight"):
+        assert np.array_equal(tasks[name].words(), logical_words(model.state_dict()[name]))
+
+
+def test_a_parameter_that_changes_dtype_or_layout_is_refused_with_both():
+    model = Small()
+    tasks = {task.spec.name: task for task in torch_adapter(model).tasks()}
+    model.embed.to(torch.bfloat16)
+    with pytest.raises(RejectedError, match=r"embed.weight: is torch.bfloat16 .* was torch.float32"):
+        tasks["embed.weight"].words()
+
+
+def test_state_dict_hooks_that_change_values_are_refused():
+    model = Small()
+    model.embed.register_state_dict_post_hook(
+        lambda module, state, prefix, meta: state.update({prefix + "weight": module.weight * 2})
+    )
+    with pytest.raises(RejectedError, match=r"embed.weight: the model's state_dict returns something other"):
+        torch_adapter(model).catalog()
+
+
+def test_a_dtensor_is_refused_with_the_adapter_to_use():
+    class Fake(nn.Parameter):
+        placements = ()
+        device_mesh = None
+
+    model = nn.Module()
+    model.weight = Fake(torch.zeros(2))
+    with pytest.raises(RejectedError, match="weight is a DTensor"):
+        torch_adapter(model).catalog()
+
+
+def test_weights_that_were_never_loaded_are_refused():
+    with pytest.raises(RejectedError, match="weight is on the meta device"):
+        torch_adapter(nn.Linear(2, 2, bias=False, device="meta")).catalog()
+
+
+def test_attached_adapters_are_refused_for_now():
+    model = nn.Module()
+    model.q = nn.Module()
+    model.q.base_layer = nn.Linear(2, 2, bias=False)
+    with pytest.raises(RejectedError, match=r"q.base_layer.weight: adapters are attached"):
+        torch_adapter(model).catalog()
+
+
+def test_extra_state_of_a_module_is_not_a_tensor_of_the_policy():
+    class WithState(nn.Linear):
+        def get_extra_state(self):
+            return torch.zeros(3)
+
+        def set_extra_state(self, state):
+            del state
+
+    assert list(torch_adapter(WithState(2, 2)).catalog()) == ["bias", "weight"]

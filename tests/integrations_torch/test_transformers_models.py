@@ -1,0 +1,174 @@
+"""Transformers models: the catalog and every canonical bit are those that ``save_pretrained`` writes."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors import safe_open  # noqa: E402
+
+from deltarefit import kernels  # noqa: E402
+from deltarefit.bits import logical_words  # noqa: E402
+from deltarefit.canonical import Catalog, TensorSpec  # noqa: E402
+from deltarefit.errors import RejectedError  # noqa: E402
+from deltarefit.ids import EncodingMode  # noqa: E402
+from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.pieces import Piece, whole  # noqa: E402
+from deltarefit.plan import RefitPlan  # noqa: E402
+from deltarefit.records import Encoding  # noqa: E402
+from deltarefit.source import LocalCollective, SourceSettings, open_source  # noqa: E402
+from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
+from deltarefit.testing.collective import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+ARCHITECTURES = [
+    "qwen3",
+    "qwen3_tied",
+    "qwen3_moe",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "granite_hybrid",
+    "jamba",
+]
+ONE_THREAD = SourceSettings(scan_threads=1)
+
+
+def saved(model, directory):
+    """Manifest and words of the checkpoint that save_pretrained writes."""
+    model.save_pretrained(directory)
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        manifest = Catalog(TensorSpec(name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items())
+    return manifest, {name: logical_words(tensor) for name, tensor in load_tensors(directory).items()}
+
+
+def rebuild(sources):
+    """Canonical words scattered from the committed baselines of all owners, with how often each element was written."""
+    words, counts = {}, {}
+    for source in sources:
+        for tracker in source.owner.baseline.trackers:
+            spec = tracker.task.spec
+            held = words.setdefault(spec.name, np.zeros(spec.num_elements, spec.word_dtype))
+            count = counts.setdefault(spec.name, np.zeros(spec.num_elements, np.uint8))
+            for pieces, committed in zip(tracker.groups, tracker.words, strict=True):
+                positions = [index_of(piece.canonical) for piece in pieces]
+                held[np.concatenate(positions)] = committed
+                np.add.at(count, np.concatenate(positions), 1)
+    return words, counts
+
+
+def index_of(view):
+    index = np.full((), view.offset)
+    for length, stride in zip(view.shape, view.stride, strict=True):
+        index = np.add.outer(index, np.arange(length) * stride)
+    return index.reshape(-1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_catalog_and_bits_are_those_of_save_pretrained(architecture, tmp_path):
+    model = tiny_model(architecture)
+    manifest, expected = saved(model, tmp_path)
+    adapter = torch_adapter(model, manifest=manifest)
+    assert adapter.catalog() == manifest
+    words, counts = rebuild([open_source(adapter, LocalCollective(), ONE_THREAD)])
+    assert {name: (count == 1).all() for name, count in counts.items()} == dict.fromkeys(manifest, True)
+    assert all(np.array_equal(words[name], expected[name]) for name in manifest)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_data_parallel_ranks_own_every_element_once(world_size, tmp_path):
+    models = [tiny_model("qwen3_moe") for _ in range(world_size)]
+    manifest, expected = saved(models[0], tmp_path)
+
+    def work(collective):
+        return open_source(torch_adapter(models[collective.rank], collective=collective), collective, ONE_THREAD)
+
+    sources = run_ranks(world_size, work)
+    words, counts = rebuild(sources)
+    assert {name: (count == 1).all() for name, count in counts.items()} == dict.fromkeys(manifest, True)
+    assert all(np.array_equal(words[name], expected[name]) for name in manifest)
+    held = [source.owner.baseline.nbytes for source in sources]
+    assert max(held) <= 1.1 * sum(held) / world_size
+    assert len({source.fingerprint for source in sources}) == 1
+
+
+@pytest.mark.parametrize("mode", EncodingMode)
+def test_an_optimizer_step_reaches_a_receiver_that_holds_the_checkpoint(mode, tmp_path):
+    model = tiny_model("qwen3_moe")
+    _, held = saved(model, tmp_path / "before")
+    source = open_source(torch_adapter(model), LocalCollective(), ONE_THREAD)
+    plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
+    for step in range(2):
+        train(model, seed=step)
+        for bucket in source.owner.build(plan, mode):
+            for item in bucket.items:
+                view = whole(item.spec.shape)
+                kernels.apply_item(held[item.spec.name], [Piece(view, view)], item)
+        source.owner.commit()
+        _, expected = saved(model, tmp_path / f"after{step}")
+        assert all(np.array_equal(held[name], expected[name]) for name in expected)
+        assert 0 < source.owner.stats.num_changed < source.owner.stats.num_owned
+
+
+def train(model, seed):
+    tokens = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_tied_head_is_declared_once_and_sent_once():
+    """Checklist P011: one row of the embedding changes, one item is sent."""
+    model = tiny_model("qwen3_tied")
+    source = open_source(torch_adapter(model), LocalCollective(), ONE_THREAD)
+    assert "lm_head.weight" not in source.catalog
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] += 1
+    plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
+    (bucket,) = source.owner.build(plan, EncodingMode.MIXED)
+    (item,) = bucket.items
+    assert (item.spec.name, kernels.decode_positions(item).tolist()) == ("model.embed_tokens.weight", [3 * 64 + 5])
+
+
+def test_a_tied_checkpoint_that_lists_the_head_too_gets_both_names(tmp_path):
+    """Case C003: tuned checkpoints of tied models contain head and embedding."""
+    model = tiny_model("qwen3_tied")
+    manifest, _ = saved(model, tmp_path)
+    head = TensorSpec("lm_head.weight", "BF16", (250, 64))
+    both = Catalog([*manifest.values(), head])
+    adapter = torch_adapter(model, manifest=both)
+    assert adapter.catalog() == both
+    only_head = Catalog([head, *(spec for name, spec in manifest.items() if "embed" not in name)])
+    assert torch_adapter(model, manifest=only_head).catalog() == only_head
+
+
+def test_a_checkpoint_with_other_names_or_padding_is_refused_with_names(tmp_path):
+    model = tiny_model("qwen3")
+    manifest, _ = saved(model, tmp_path)
+    specs = dict(manifest)
+    del specs["model.norm.weight"]
+    specs["model.final_norm.weight"] = TensorSpec("model.final_norm.weight", "BF16", (64,))
+    specs["lm_head.weight"] = TensorSpec("lm_head.weight", "BF16", (256, 64))
+    with pytest.raises(RejectedError) as refused:
+        torch_adapter(model, manifest=Catalog(specs.values())).catalog()
+    text = str(refused.value)
+    assert "model.final_norm.weight: the checkpoint has it" in text
+    assert "model.norm.weight: the model gives it" in text
+    assert "lm_head.weight: the checkpoint has lm_head.weight BF16[256, 64]" in text
+
+
+def test_ranks_whose_copies_diverged_are_refused_naming_the_tensor():
+    models = [tiny_model("qwen3") for _ in range(3)]
+    with torch.no_grad():
+        models[2].model.layers[1].mlp.up_proj.weight[4, 4] += 0.125
+
+    def work(collective):
+        return open_source(torch_adapter(models[collective.rank], collective=collective), collective, ONE_THREAD)
+
+    for result in run_ranks(3, work):
+        assert isinstance(result, RejectedError)
+        assert "1 place: model.layers.1.mlp.up_proj.weight: ranks [0, 1] hold" in str(result)

@@ -1,0 +1,62 @@
+"""How shards fill chunks and chunks fill buckets (paper C, Fig. C.3)."""
+
+import numpy as np
+from source_cases import plan_for, spec, whole_task
+
+from deltarefit.ids import EncodingMode, OwnerId
+from deltarefit.source import Owner, SourceSettings, cut_into_buckets, cut_into_chunks
+
+ITEM = object()
+
+
+def sizes_of(chunks):
+    return [list(chunk) for chunk in chunks]
+
+
+def test_tensors_are_never_split_and_a_large_one_forms_its_own_chunk():
+    sized = [(size, size) for size in (5, 90, 5)]
+    assert sizes_of(cut_into_chunks(sized, 40)) == [[5], [90], [5]]
+    assert sizes_of(cut_into_chunks(sized, 1000)) == [[5, 90, 5]]
+    assert cut_into_chunks([], 40) == ()
+
+
+def test_a_chunk_without_changes_is_charged_to_no_bucket():
+    buckets = list(cut_into_buckets([((ITEM,), 256), ((), 256), ((ITEM,), 256), ((ITEM,), 256)], 512))
+    assert [(len(bucket.items), bucket.input_nbytes) for bucket in buckets] == [(2, 512), (1, 256)]
+
+
+def test_a_bucket_may_exceed_its_target_by_one_chunk_only():
+    buckets = list(cut_into_buckets([((ITEM,), 5), ((ITEM,), 90), ((ITEM,), 5)], 60))
+    assert [bucket.input_nbytes for bucket in buckets] == [5, 90, 5]
+
+
+def test_a_tensor_larger_than_the_bucket_is_one_payload_with_one_item():
+    large = spec("large", (3, 1024))
+    words = np.zeros(large.num_elements, "<u2")
+    owner = Owner(OwnerId(0), [whole_task(large, words)], SourceSettings(chunk_nbytes=512, bucket_nbytes=1024, scan_threads=1))
+    words[::7] = 1
+    buckets = list(owner.build(plan_for(large), EncodingMode.MIXED))
+    assert [(len(bucket.items), bucket.input_nbytes) for bucket in buckets] == [(1, 6144)]
+
+
+def test_buckets_are_handed_out_before_later_chunks_are_scanned():
+    names = [spec(f"t{n}", (64,)) for n in range(40)]
+    read = []
+
+    def task(tensor):
+        plain = whole_task(tensor, np.ones(64, "<u2"))
+        made = whole_task(tensor, np.zeros(64, "<u2"))
+        words = iter([np.zeros(64, "<u2"), np.zeros(64, "<u2")])
+
+        def live():
+            read.append(tensor.name)
+            return next(words, plain.words())
+
+        object.__setattr__(made, "words", live)
+        return made
+
+    settings = SourceSettings(chunk_nbytes=128, bucket_nbytes=128, scan_threads=1)
+    owner = Owner(OwnerId(0), [task(tensor) for tensor in names], settings)
+    read.clear()
+    next(owner.build(plan_for(*names), EncodingMode.MIXED))
+    assert len(read) == 1

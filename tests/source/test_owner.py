@@ -1,0 +1,373 @@
+"""What owners find, send, commit and refuse, down to the bit."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from source_cases import apply_buckets, box_piece, plain, plan_for, random_words, spec, whole_task
+
+from deltarefit import kernels
+from deltarefit.canonical import DTYPE_NBYTES, TensorDigest
+from deltarefit.errors import OperatorRequiredError, RejectedError
+from deltarefit.ids import EncodingMode, OwnerId
+from deltarefit.pieces import Piece, StridedView, whole
+from deltarefit.records import Encoding
+from deltarefit.source import ConversionTask, Owner, SourceBaseline, SourceSettings
+
+MIXED, OVERWRITE = EncodingMode.MIXED, EncodingMode.OVERWRITE
+ONE_THREAD = SourceSettings(scan_threads=1)
+
+
+def owner_of(tensor, words, **changes):
+    return Owner(OwnerId(0), [whole_task(tensor, words)], SourceSettings(scan_threads=1, **changes))
+
+
+def emitted(owner, tensor, mode=MIXED, **plan):
+    """Flat indices sent for one tensor."""
+    found = []
+    for bucket in owner.build(plan_for(tensor, **plan), mode):
+        for item in bucket.items:
+            found += kernels.decode_positions(item).tolist()
+    return found
+
+
+def digest_of(tensor, words):
+    view = whole(tensor.shape)
+    return kernels.digest(words, [Piece(view, view)])
+
+
+# --- which elements count as changed (cases C019, C064, C066, C067, C068) ---
+
+
+@pytest.mark.parametrize(("dtype", "positive", "negative"), [("BF16", 0, 0x8000), ("F32", 0, 0x80000000), ("F8_E4M3", 0, 0x80)])
+def test_a_zero_that_changes_sign_is_sent_both_ways(dtype, positive, negative):
+    tensor = spec(dtype=dtype)
+    words = np.full(24, positive, tensor.word_dtype)
+    owner = owner_of(tensor, words)
+    words[3] = negative
+    assert emitted(owner, tensor) == [3]
+    owner.commit()
+    words[3] = positive
+    assert emitted(owner, tensor) == [3]
+
+
+def test_float8_changes_are_found_byte_by_byte_without_a_float8_kernel():
+    tensor = spec(dtype="F8_E4M3")
+    words = np.zeros(24, np.uint8)
+    words[:3] = [0x00, 0x7F, 0x38]
+    owner = owner_of(tensor, words)
+    words[:3] = [0x80, 0xFF, 0x39]
+    assert emitted(owner, tensor) == [0, 1, 2]
+
+
+def test_an_unchanged_nan_is_never_sent_and_a_nan_with_another_payload_is():
+    tensor = spec()
+    words = np.full(24, 0x7FC0, "<u2")
+    owner = owner_of(tensor, words)
+    for _ in range(3):
+        assert emitted(owner, tensor) == []
+        owner.commit()
+    words[5] = 0x7FC1
+    assert emitted(owner, tensor) == [5]
+
+
+def test_a_change_made_two_optimizer_steps_ago_is_sent_and_one_taken_back_is_not():
+    tensor = spec()
+    words = random_words(tensor)
+    owner = owner_of(tensor, words)
+    words[4] ^= 1
+    words[9] ^= 1
+    words[9] ^= 1
+    words[11] ^= 2
+    assert emitted(owner, tensor) == [4, 11]
+
+
+def test_drift_from_merging_and_unmerging_an_adapter_is_delivered_exactly():
+    """Case C067: W + D - W is not W; the change is against the last committed bits, not against what the trainer believes."""
+    torch = pytest.importorskip("torch")
+    from deltarefit.bits import storage_words
+
+    weight = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    adapter = torch.randn(40, 40, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16) * 0.3
+    tensor, words = spec("w", (40, 40)), storage_words(weight)
+    held = words.copy()
+    owner = owner_of(tensor, words)
+    for _ in range(3):
+        weight += adapter
+        weight -= adapter
+        apply_buckets(owner.build(plan_for(tensor), MIXED), {"w": held})
+        owner.commit()
+        assert np.array_equal(held, words)
+
+
+def test_empty_and_scalar_tensors_are_kept_and_cost_nothing():
+    """Case C109: several empty tensors next to a normal one; no rate divides by zero."""
+    tensors = [spec("a", (0, 64)), spec("b", (64, 0)), spec("c", ()), spec("d", (4,))]
+    words = {tensor.name: random_words(tensor) for tensor in tensors}
+    owner = Owner(OwnerId(0), [whole_task(tensor, words[tensor.name]) for tensor in tensors], ONE_THREAD)
+    assert list(owner.build(plan_for(*tensors), MIXED)) == []
+    assert owner.stats.num_owned == 5
+    words["c"][0] ^= 1
+    owner.forget_candidate()
+    (bucket,) = owner.build(plan_for(*tensors), MIXED)
+    assert plain([bucket])[0][1][0][2] == [0]
+    assert set(owner.digests()) == {"a", "b", "c", "d"}
+    assert owner.digests()["a"] == TensorDigest()
+
+
+def test_a_transposed_source_is_read_in_logical_order():
+    """Case C114: the source is base.t() of shape [3, 4]; a change at logical (2, 1) is flat index 9."""
+    tensor = spec("w", (3, 4))
+    base = random_words(tensor)  # stored [4, 3]
+    piece = Piece(StridedView(0, (3, 4), (4, 1)), StridedView(0, (3, 4), (1, 3)))
+    owner = Owner(OwnerId(0), [ConversionTask("w", tensor, (piece,), lambda: base, (0,))], ONE_THREAD)
+    base.reshape(4, 3)[1, 2] ^= 1
+    assert emitted(owner, tensor) == [9]
+
+
+def test_gate_and_up_of_stacked_experts_are_split_inside_each_expert():
+    """Case C036: [E=2, 2F=4, H=3]; a change in expert 1, up row 0 reaches experts.1.up row 0 only."""
+    stacked = np.zeros(24, "<u2")
+    gate, up = [spec(f"experts.1.{part}", (2, 3)) for part in ("gate", "up")]
+    tasks = [
+        ConversionTask(tensor.name, tensor, (box_piece(tensor, (0, 0), (2, 3), 12 + 6 * half),), lambda: stacked, (0,))
+        for half, tensor in enumerate((gate, up))
+    ]
+    owner = Owner(OwnerId(0), tasks, ONE_THREAD)
+    stacked.reshape(2, 4, 3)[1, 2, 1] = 7
+    (bucket,) = owner.build(plan_for(gate, up), MIXED)
+    assert [(item.spec.name, kernels.decode_positions(item).tolist()) for item in bucket.items] == [("experts.1.up", [1])]
+
+
+def test_heads_of_a_fused_qkv_are_taken_per_group():
+    """Case C053: 4 query heads, 2 groups, head size 2: rows [q0 q1 k0 v0 | q2 q3 k1 v1]; a change in k1 touches k rows 2, 3."""
+    fused = np.zeros(16 * 3, "<u2")
+    roles = {"q": (8, 0, 4), "k": (4, 4, 2), "v": (4, 6, 2)}  # rows, first row in the group, rows per group
+    tasks = []
+    for name, (rows, first, per_group) in roles.items():
+        tensor = spec(name, (rows, 3))
+        piece = Piece(
+            StridedView(0, (2, per_group, 3), (per_group * 3, 3, 1)), StridedView(first * 3, (2, per_group, 3), (24, 3, 1))
+        )
+        tasks.append(ConversionTask(name, tensor, (piece,), lambda: fused, (0,)))
+    owner = Owner(OwnerId(0), tasks, ONE_THREAD)
+    fused.reshape(16, 3)[12, 2] = 1  # k1, first row
+    (bucket,) = owner.build(plan_for(*(task.spec for task in tasks)), MIXED)
+    assert [(item.spec.name, kernels.decode_positions(item).tolist()) for item in bucket.items] == [("k", [2 * 3 + 2])]
+
+
+# --- attempts ---
+
+
+def layered_owner(seed=0, **changes):
+    tensors = [spec(f"layers.{n}", (8, 16)) for n in range(6)]
+    words = {tensor.name: random_words(tensor, seed + n) for n, tensor in enumerate(tensors)}
+    tasks = [whole_task(tensor, words[tensor.name]) for tensor in tensors]
+    return tensors, words, Owner(OwnerId(0), tasks, SourceSettings(**changes))
+
+
+def touch(words, seed=1):
+    rng = np.random.default_rng(seed)
+    for array in words.values():
+        array[rng.random(array.size) < 0.1] ^= 3
+
+
+def test_every_attempt_makes_the_same_buckets_whatever_the_threads():
+    made = []
+    for threads in (1, 3):
+        tensors, words, owner = layered_owner(chunk_nbytes=300, bucket_nbytes=700, scan_threads=threads)
+        touch(words)
+        made += [plain(owner.build(plan_for(*tensors), MIXED)) for _ in range(2)]
+    assert all(one == made[0] for one in made)
+    assert len(made[0]) == 3
+
+
+def test_a_retry_overwrites_the_same_elements_with_absolute_values():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    held = {name: array.copy() for name, array in words.items()}
+    touch(words)
+    mixed, retry = list(owner.build(plan_for(*tensors), MIXED)), list(owner.build(plan_for(*tensors), OVERWRITE))
+    assert [[item[2] for item in items] for _, items in plain(mixed)] == [
+        [item[2] for item in items] for _, items in plain(retry)
+    ]
+    assert {item.encoding for bucket in retry for item in bucket.items} == {Encoding.OVERWRITE}
+    apply_buckets(mixed, held)
+    apply_buckets(retry, held)
+    apply_buckets(retry, held)
+    assert all(np.array_equal(held[name], words[name]) for name in words)
+
+
+def test_a_candidate_that_moves_between_attempts_is_refused_with_the_tensor():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    words["layers.2"][5] ^= 1
+    with pytest.raises(OperatorRequiredError, match=r"layers.2 .*changed after this transition first read it"):
+        list(owner.build(plan_for(*tensors), OVERWRITE))
+    words["layers.2"][5] ^= 1
+    assert list(owner.build(plan_for(*tensors), OVERWRITE))
+
+
+def test_an_attempt_that_broke_off_still_pins_what_it_read():
+    tensors, words, owner = layered_owner(scan_threads=1, chunk_nbytes=256, bucket_nbytes=256)
+    touch(words)
+    build = owner.build(plan_for(*tensors), MIXED)
+    next(build)
+    build.close()
+    words["layers.0"][5] ^= 1
+    with pytest.raises(OperatorRequiredError, match=r"layers\.0"):
+        list(owner.build(plan_for(*tensors), OVERWRITE))
+
+
+def test_an_abandoned_transition_lets_the_next_one_see_another_candidate():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    held = {name: array.copy() for name, array in words.items()}
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    owner.forget_candidate()
+    touch(words, seed=2)
+    apply_buckets(owner.build(plan_for(*tensors), MIXED), held)
+    assert all(np.array_equal(held[name], words[name]) for name in words)
+
+
+def test_dense_tensors_are_sent_whole_as_overwrites_and_counted_apart():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    words["layers.1"][3] ^= 1
+    words["layers.4"][0] ^= 1
+    (bucket,) = owner.build(plan_for(*tensors, dense=["layers.1"]), MIXED)
+    assert [(item.spec.name, item.encoding, item.count) for item in bucket.items] == [
+        ("layers.1", Encoding.OVERWRITE, 128),
+        ("layers.4", Encoding.DIFFERENCE, 1),
+    ]
+    assert (owner.stats.num_changed, owner.stats.num_emitted, owner.stats.num_owned) == (2, 129, 6 * 128)
+
+
+def test_a_plan_of_another_model_is_refused_before_anything_is_scanned():
+    owner = owner_of(spec("w", (4, 6)), np.zeros(24, "<u2"))
+    with pytest.raises(RejectedError, match=r"the plan lists w BF16\[4, 8\], this owner holds w BF16\[4, 6\]"):
+        next(owner.build(plan_for(spec("w", (4, 8))), MIXED))
+
+
+# --- commit and digests ---
+
+
+def test_digests_follow_commits_from_the_changes_alone():
+    tensors, words, owner = layered_owner(scan_threads=2)
+    for round_ in range(3):
+        touch(words, seed=round_)
+        list(owner.build(plan_for(*tensors), MIXED))
+        candidate = owner.candidate_digests()
+        assert candidate == {tensor.name: digest_of(tensor, words[tensor.name]) for tensor in tensors}
+        assert candidate != owner.digests()
+        owner.commit()
+        assert owner.digests() == candidate == owner.candidate_digests()
+
+
+def test_commit_is_repeatable_and_does_not_take_a_later_candidate():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    owner.commit()
+    committed = owner.digests()
+    touch(words, seed=5)
+    owner.commit()
+    assert owner.digests() == committed
+    assert emitted_anything(owner, tensors)
+
+
+def emitted_anything(owner, tensors):
+    return any(True for _ in owner.build(plan_for(*tensors), MIXED))
+
+
+def test_a_commit_that_was_interrupted_can_be_repeated(monkeypatch):
+    tensors, words, owner = layered_owner(scan_threads=1)
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    real, calls = kernels.commit, []
+
+    def torn(committed, storage, pieces):
+        calls.append(committed)
+        if len(calls) == 4:
+            committed[: committed.size // 2] = storage[: committed.size // 2]
+            raise KeyboardInterrupt
+        real(committed, storage, pieces)
+
+    monkeypatch.setattr(kernels, "commit", torn)
+    with pytest.raises(KeyboardInterrupt):
+        owner.commit()
+    owner.commit()
+    assert owner.digests() == {tensor.name: digest_of(tensor, words[tensor.name]) for tensor in tensors}
+    assert all(np.array_equal(t.words[0], words[t.task.spec.name]) for t in owner.baseline.trackers)
+
+
+def test_commit_refuses_bits_that_were_never_sent():
+    tensors, words, owner = layered_owner(scan_threads=1)
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    before = [tracker.words[0].copy() for tracker in owner.baseline.trackers]
+    words["layers.5"][0] ^= 1
+    with pytest.raises(OperatorRequiredError, match=r"layers\.5"):
+        owner.commit()
+    assert all(np.array_equal(a, t.words[0]) for a, t in zip(before, owner.baseline.trackers, strict=True))
+
+
+def test_commit_before_the_build_ended_is_refused():
+    tensors, words, owner = layered_owner(scan_threads=1, chunk_nbytes=256, bucket_nbytes=256)
+    touch(words)
+    build = owner.build(plan_for(*tensors), MIXED)
+    next(build)
+    with pytest.raises(RejectedError, match="before the build ended"):
+        owner.commit()
+    with pytest.raises(RejectedError, match="before the build ended"):
+        owner.candidate_digests()
+    build.close()
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(DTYPE_NBYTES)), st.sampled_from(list(Encoding)), st.integers(0, 2**32), st.floats(0, 1))
+def test_what_is_sent_turns_the_committed_bits_into_the_candidate(dtype, encoding, seed, density):
+    tensor = spec("w", (5, 7, 3), dtype)
+    words = random_words(tensor, seed)
+    owner, held = owner_of(tensor, words), words.copy()
+    rng = np.random.default_rng(seed)
+    words[:] = np.where(rng.random(words.size) < density, random_words(tensor, seed + 1), words)
+    apply_buckets(owner.build(plan_for(tensor, encoding=encoding), MIXED), {"w": held})
+    assert np.array_equal(held, words)
+    owner.commit()
+    assert np.array_equal(owner.baseline.trackers[0].words[0], words)
+
+
+# --- baseline memory ---
+
+
+def test_baseline_in_a_mapped_file_behaves_as_in_memory_and_leaves_nothing(tmp_path):
+    tensors, words, owner = layered_owner(scan_threads=1, baseline_directory=tmp_path)
+    touch(words)
+    changed = plain(owner.build(plan_for(*tensors), MIXED))
+    owner.commit()
+    assert isinstance(owner.baseline.trackers[0].words[0], np.memmap)
+    assert list(tmp_path.iterdir()) == []
+    same, other, plain_owner = layered_owner(scan_threads=1)
+    touch(other)
+    assert plain(plain_owner.build(plan_for(*same), MIXED)) == changed
+
+
+def test_a_baseline_directory_that_is_missing_is_refused_with_the_size(tmp_path):
+    with pytest.raises(RejectedError, match=r"baseline of 768 bytes in .*nowhere"):
+        SourceBaseline([whole_task(spec("w", (384,)), np.zeros(384, "<u2"))], tmp_path / "nowhere")
+
+
+def test_baseline_holds_one_copy_of_what_is_owned():
+    tensors, _, owner = layered_owner(scan_threads=1)
+    assert owner.baseline.nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_padding_without_a_piece_is_neither_compared_nor_counted():
+    """Checklist D25: a vocabulary of 5 padded to 8 rows."""
+    tensor = spec("embed", (5, 4))
+    padded = np.zeros(32, "<u2")
+    task = ConversionTask("embed", tensor, (box_piece(tensor, (0, 0), (5, 4)),), lambda: padded, (0,))
+    owner = Owner(OwnerId(0), [task], ONE_THREAD)
+    padded[20:] = 9
+    assert emitted(owner, tensor) == []
+    assert owner.stats.num_owned == 20

@@ -1,0 +1,112 @@
+"""Who owns which shard: the same answer everywhere, once each, balanced by bytes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from source_cases import row_shards, spec, whole_task
+
+from deltarefit.errors import RejectedError
+from deltarefit.source import elect_owners, owned_tasks, stable_hash
+
+GOLDEN_SHAPES = {
+    "embed": (300, 8),
+    "head": (300, 8),
+    "layers.0.q": (16, 8),
+    "layers.0.k": (4, 8),
+    "layers.1.q": (16, 8),
+    "norm": (8,),
+}
+GOLDEN_OWNERS = {"embed": 2, "head": 0, "layers.0.k": 3, "layers.0.q": 1, "layers.1.q": 3, "norm": 1}
+
+
+def tasks_of(shapes, replicas):
+    return [whole_task(spec(name, shape), np.zeros(1, "<u2"), replicas) for name, shape in shapes.items()]
+
+
+def qwen3_30b_tasks(replicas):
+    """The tensors of Qwen3-30B-A3B, 18,867 of them."""
+    shapes = {"model.embed_tokens.weight": (151936, 2048), "lm_head.weight": (151936, 2048), "model.norm.weight": (2048,)}
+    for layer in range(48):
+        at = f"model.layers.{layer}."
+        shapes |= {at + "self_attn.q_proj.weight": (4096, 2048), at + "self_attn.o_proj.weight": (2048, 4096)}
+        shapes |= {at + f"self_attn.{part}_proj.weight": (512, 2048) for part in "kv"}
+        shapes |= {at + f"self_attn.{part}_norm.weight": (128,) for part in "qk"}
+        shapes |= {at + "input_layernorm.weight": (2048,), at + "post_attention_layernorm.weight": (2048,)}
+        shapes[at + "mlp.gate.weight"] = (128, 2048)
+        for expert in range(128):
+            shapes |= {at + f"mlp.experts.{expert}.{part}_proj.weight": (768, 2048) for part in ("gate", "up", "down")}
+    return tasks_of(shapes, replicas)
+
+
+def loads(tasks, world_size):
+    owners = elect_owners(tasks)
+    held = [0] * world_size
+    for task in tasks:
+        held[owners[task.key]] += task.nbytes
+    return held
+
+
+def test_known_names_have_known_owners():
+    assert elect_owners(tasks_of(GOLDEN_SHAPES, (0, 1, 2, 3))) == GOLDEN_OWNERS
+    assert stable_hash("model.embed_tokens.weight") == 17744852841324204394
+
+
+def test_election_does_not_depend_on_the_process_or_the_order_of_tasks():
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_ownership import *\n"
+        "shapes = dict(reversed(GOLDEN_SHAPES.items()))\n"
+        "assert elect_owners(tasks_of(shapes, (0, 1, 2, 3))) == GOLDEN_OWNERS\n"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    subprocess.run([sys.executable, "-c", script, Path(__file__).parent], check=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_shard_has_exactly_one_owner(world_size):
+    tasks = tasks_of(GOLDEN_SHAPES, range(world_size))
+    owned = [task.key for rank in range(world_size) for task in owned_tasks(tasks, rank)]
+    assert sorted(owned) == sorted(GOLDEN_SHAPES)
+
+
+def test_owners_of_a_30b_model_are_balanced_over_32_ranks():
+    tasks = qwen3_30b_tasks(tuple(range(32)))
+    assert len(tasks) == 18867
+    held = loads(tasks, 32)
+    assert max(held) <= 1.1 * sum(held) / 32, f"largest owner holds {max(held) / (sum(held) / 32):.3f} of the mean"
+
+
+def test_replicas_of_shards_share_the_work_within_their_own_set():
+    """HSDP: two shards of each tensor, each on two ranks."""
+    tensors = [spec(f"t{n}", (8, 4)) for n in range(16)]
+    tasks = [task for tensor in tensors for task in row_shards(tensor, 2, lambda shard: (shard, shard + 2))]
+    owners = elect_owners(tasks)
+    assert all(owners[task.key] in task.replicas for task in tasks)
+    assert loads(tasks, 4) == [16 * 64 // 4] * 4
+
+
+def test_a_norm_held_by_all_and_an_expert_held_by_two_are_elected_among_their_own_holders():
+    norm = whole_task(spec("norm", (8,)), np.zeros(8, "<u2"), tuple(range(8)))
+    expert = whole_task(spec("experts.0", (8, 8)), np.zeros(64, "<u2"), (3, 7))
+    owners = elect_owners([norm, expert])
+    assert owners["experts.0"] in (3, 7)
+    assert owners["norm"] in range(8)
+
+
+def test_one_shard_listed_twice_is_refused():
+    task = whole_task(spec(), np.zeros(24, "<u2"))
+    with pytest.raises(RejectedError, match="w is listed twice"):
+        elect_owners([task, task])
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
+def test_no_owner_exceeds_the_lightest_by_more_than_the_largest_shard(sizes, world_size):
+    tasks = tasks_of({f"t{n}": (size,) for n, size in enumerate(sizes)}, range(world_size))
+    held = loads(tasks, world_size)
+    assert max(held) - min(held) <= 2 * max(sizes, default=0)
