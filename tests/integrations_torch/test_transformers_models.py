@@ -18,21 +18,10 @@ from deltarefit.pieces import Piece, whole  # noqa: E402
 from deltarefit.plan import RefitPlan  # noqa: E402
 from deltarefit.records import Encoding  # noqa: E402
 from deltarefit.source import LocalCollective, SourceSettings, open_source  # noqa: E402
-from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
+from deltarefit.testing.checkpoints import ARCHITECTURES, load_tensors, tiny_model  # noqa: E402
 from deltarefit.testing.collective import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
-ARCHITECTURES = [
-    "qwen3",
-    "qwen3_tied",
-    "qwen3_moe",
-    "nemotron_h",
-    "nemotron_h_moe",
-    "deepseek_v3",
-    "qwen3_next",
-    "granite_hybrid",
-    "jamba",
-]
 ONE_THREAD = SourceSettings(scan_threads=1)
 
 

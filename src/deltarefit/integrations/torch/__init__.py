@@ -5,7 +5,7 @@ May import everything below ``runtime`` and torch; transformers only where the c
 
 from __future__ import annotations
 
-from deltarefit.integrations.torch.adapter import TorchAdapter, torch_adapter
+from deltarefit.integrations.torch.adapter import TorchAdapter, source_adapter, torch_adapter
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
 
-__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "torch_adapter"]
+__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "source_adapter", "torch_adapter"]

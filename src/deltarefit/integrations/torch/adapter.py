@@ -14,7 +14,7 @@ from deltarefit.integrations.torch.local import LocalTensor, local_tensors, unwr
 from deltarefit.pieces import Piece
 from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest, onto_view, window
 
-__all__ = ["TorchAdapter", "torch_adapter"]
+__all__ = ["TorchAdapter", "source_adapter", "torch_adapter"]
 
 
 class TorchAdapter:
@@ -108,3 +108,7 @@ def torch_adapter(
         manifest: Names, dtypes and shapes of the checkpoint that receivers load. If given, the model must produce exactly that.
     """
     return TorchAdapter(model, collective=collective or LocalCollective(), manifest=manifest)
+
+
+source_adapter = torch_adapter
+"""The name under which the publisher finds the adapter of whichever integration fits the model."""
