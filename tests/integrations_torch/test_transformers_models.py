@@ -161,3 +161,22 @@ def test_ranks_whose_copies_diverged_are_refused_naming_the_tensor():
     for result in run_ranks(3, work):
         assert isinstance(result, RejectedError)
         assert "1 place: model.layers.1.mlp.up_proj.weight: ranks [0, 1] hold" in str(result)
+
+
+def test_master_weights_in_float32_are_published_in_the_checkpoints_dtype(tmp_path):
+    """Checklist D23: compared after the cast, so a step that rounds away sends nothing."""
+    model = tiny_model("qwen3_moe").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0003)
+    rounded = tiny_model("qwen3_moe")
+    rounded.load_state_dict(model.state_dict())
+    _, expected = saved(rounded, tmp_path / "checkpoint")
+    source = open_source(torch_adapter(model, manifest=tmp_path / "checkpoint"), LocalCollective(), ONE_THREAD)
+    words, _ = rebuild([source])
+    assert all(np.array_equal(words[name], expected[name]) for name in expected)
+    assert torch_adapter(model, dtype=torch.bfloat16).catalog() == source.catalog
+    with torch.no_grad():
+        model.model.norm.weight += 1e-7
+    plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
+    assert list(source.owner.build(plan, EncodingMode.MIXED)) == []

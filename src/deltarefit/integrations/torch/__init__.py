@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from deltarefit.integrations.torch.adapter import TorchAdapter, source_adapter, torch_adapter
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
+from deltarefit.integrations.torch.manifest import read_manifest
 
-__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "source_adapter", "torch_adapter"]
+__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "read_manifest", "source_adapter", "torch_adapter"]

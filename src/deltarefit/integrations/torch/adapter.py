@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from deltarefit.bits import DTYPES, dtype_name
 from deltarefit.canonical import Catalog, TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.torch.export import ExportMap, exporter_of, map_export
 from deltarefit.integrations.torch.local import LocalTensor, local_tensors, unwrap
+from deltarefit.integrations.torch.manifest import read_manifest
 from deltarefit.pieces import Piece
 from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest, onto_view, window
+
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 __all__ = ["TorchAdapter", "source_adapter", "torch_adapter"]
 
@@ -24,10 +29,18 @@ class TorchAdapter:
     Tied weights appear once, under the name that the checkpoint uses.
     """
 
-    def __init__(self, model: torch.nn.Module, *, collective: Collective, manifest: Catalog | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        collective: Collective,
+        manifest: Catalog | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._model = unwrap(model)
         self._collective = collective
         self._manifest = manifest
+        self._dtype = dtype
 
     @functools.cached_property
     def _tensors(self) -> dict[str, LocalTensor]:
@@ -45,9 +58,22 @@ class TorchAdapter:
             raise RejectedError(
                 f"tensor {name} (and {len(export.opaque) - 1} more): {reason}, so its changes cannot be sent element by element"
             )
+        export = ExportMap({name: self._cast(spec) for name, spec in export.specs.items()}, export.placements, export.opaque)
         if self._manifest is not None:
             check_manifest(Catalog(export.specs.values()), self._manifest)
         return export
+
+    def _cast(self, spec: TensorSpec) -> TensorSpec:
+        """The spec in the dtype that is published: the checkpoint's where it has the tensor, else ``dtype``.
+
+        A floating-point cast rounds each element by itself, so bits are compared after it (checklist D23).
+        """
+        wanted = dtype_name(self._dtype) if self._dtype is not None else spec.dtype
+        if self._manifest is not None and spec.name in self._manifest:
+            wanted = self._manifest[spec.name].dtype
+        if wanted == spec.dtype or spec.dtype not in _FLOATS or wanted not in _FLOATS:
+            return spec
+        return TensorSpec(spec.name, wanted, spec.shape)
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
@@ -77,7 +103,8 @@ class TorchAdapter:
     def _task(self, key: str, spec: TensorSpec, local: LocalTensor, pieces: Sequence[Piece]) -> ConversionTask:
         first, count, moved = window(onto_view(pieces, local.view))
         replicas = tuple(range(self._collective.world_size))
-        return ConversionTask(key, spec, moved, functools.partial(local.words, first, count), replicas)
+        words = functools.partial(local.words, first, count, DTYPES[spec.dtype])
+        return ConversionTask(key, spec, moved, words, replicas)
 
 
 def _named_as_in(manifest: Catalog, kept: ExportMap, tied: ExportMap, aliases: Mapping[str, str]) -> ExportMap:
@@ -97,7 +124,11 @@ def _named_as_in(manifest: Catalog, kept: ExportMap, tied: ExportMap, aliases: M
 
 
 def torch_adapter(
-    model: torch.nn.Module, *, collective: Collective | None = None, manifest: Catalog | None = None
+    model: torch.nn.Module,
+    *,
+    collective: Collective | None = None,
+    manifest: Catalog | Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> SourceAdapter:
     """The adapter for a module that every training rank holds whole.
 
@@ -105,9 +136,12 @@ def torch_adapter(
         model: A module, bare or wrapped by DistributedDataParallel or torch.compile; a transformers model gets its checkpoint
             names.
         collective: The training ranks, all of which hold a copy; this rank alone if None.
-        manifest: Names, dtypes and shapes of the checkpoint that receivers load. If given, the model must produce exactly that.
+        manifest: The checkpoint that receivers load, or its directory. If given, the model must produce exactly its names and
+            shapes; floating-point parameters are cast to its dtypes, as 32-bit master weights are for a 16-bit checkpoint.
+        dtype: Cast floating-point tensors to this where no manifest says otherwise.
     """
-    return TorchAdapter(model, collective=collective or LocalCollective(), manifest=manifest)
+    catalog = read_manifest(manifest) if isinstance(manifest, Path) else manifest
+    return TorchAdapter(model, collective=collective or LocalCollective(), manifest=catalog, dtype=dtype)
 
 
 source_adapter = torch_adapter

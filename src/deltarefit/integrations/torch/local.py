@@ -61,14 +61,18 @@ class LocalTensor:
             )
         return tensor  # type: ignore[no-any-return]
 
-    def words(self, first: int, count: int) -> Words:
-        """Stored bits of ``count`` elements from position ``first`` of the storage: a view in host memory, else a host copy."""
+    def words(self, first: int, count: int, dtype: torch.dtype) -> Words:
+        """Bits of ``count`` elements from position ``first`` of the storage, each cast to ``dtype``.
+
+        A view of the parameter where it is in host memory and of that dtype, else a host copy.
+        """
         tensor = self.live()
+        part = tensor.as_strided((count,), (1,), first).to(dtype)
         if tensor.device.type == "cpu":
-            return storage_words(tensor)[first : first + count]
-        part = tensor.as_strided((count,), (1,), first)
+            start = part.storage_offset()
+            return storage_words(part)[start : start + count]
         # The allocator of pinned memory keeps freed blocks, so repeated scans reuse a few buffers.
-        host = torch.empty(count, dtype=self.dtype, pin_memory=tensor.device.type == "cuda")
+        host = torch.empty(count, dtype=dtype, pin_memory=tensor.device.type == "cuda")
         host.copy_(part)
         return storage_words(host)[:count]
 
