@@ -1,0 +1,252 @@
+"""vLLM's public calls, one face for ``LLM``, ``AsyncLLM`` and the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal, Protocol
+
+from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError, RejectedError
+from deltarefit.runtime.gate import LocalGate
+
+__all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "VllmCalls", "calls_for"]
+
+InFlight = Literal["wait", "keep", "abort"]
+"""Running requests when the gate closes: let them end, freeze them and let them go on under the new weights (their keys and
+values are computed anew), or end them at once."""
+
+_MAX_ANSWER_NBYTES = 2**20
+
+
+class VllmCalls(Protocol):
+    """What the driver needs of a running vLLM. Every call returns once it has taken effect on all ranks."""
+
+    is_thread_safe: bool
+    """Whether calls may come from a thread other than the one that generates, while it generates."""
+
+    def vllm_version(self) -> str:
+        """Such as ``0.32.0``."""
+
+    def init(self, info: Mapping[str, Any]) -> None: ...
+
+    def start(self) -> None: ...
+
+    def update(self, info: Mapping[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def set_weight_version(self, weight_version: str) -> None: ...
+
+    def pause(self, timeout_s: float) -> None:
+        """Raises DeadlineError if requests did not end in time; the engine then stays closed to new ones."""
+
+    def resume(self) -> None: ...
+
+    def reset_caches(self) -> bool:
+        """Drop prefix, KV connector and encoder caches; False if vLLM could not."""
+
+
+def calls_for(
+    target: Any,
+    *,
+    in_flight: InFlight,
+    timeout_s: float,
+    gate: LocalGate,
+    loop: asyncio.AbstractEventLoop | None,
+) -> VllmCalls:
+    """The calls of an ``LLM``, an ``AsyncLLM`` (with the loop it runs in) or a server's URL.
+
+    Raises:
+        RejectedError: the target is none of these.
+    """
+    if isinstance(target, str):
+        return HttpCalls(target, in_flight=in_flight, timeout_s=timeout_s)
+    if not hasattr(target, "init_weight_transfer_engine"):
+        raise RejectedError(
+            f"vLLM target {type(target).__name__}: expected an LLM, an AsyncLLM or the URL of a server (vLLM 0.32 or later)"
+        )
+    if hasattr(target, "pause_generation"):
+        if loop is None:
+            raise RejectedError("an AsyncLLM needs loop=, the running event loop that it was made in")
+        return AsyncCalls(target, loop, in_flight=in_flight, timeout_s=timeout_s)
+    if in_flight != "wait":
+        raise RejectedError(
+            f"in_flight={in_flight!r} with an offline LLM: expected 'wait', for LLM.generate() returns only when it is done"
+        )
+    return OfflineCalls(target, gate)
+
+
+class OfflineCalls:
+    """An ``LLM``. Its owner generates under ``with engine.request_gate.serving():``, which is the request gate."""
+
+    is_thread_safe = False
+
+    def __init__(self, llm: Any, gate: LocalGate) -> None:
+        self._llm = llm
+        self._gate = gate
+
+    def vllm_version(self) -> str:
+        import vllm
+
+        return str(vllm.__version__)
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": dict(info)})
+
+    def start(self) -> None:
+        self._llm.start_weight_update()
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        self._llm.update_weights({"update_info": dict(info)})
+
+    def finish(self) -> None:
+        self._llm.finish_weight_update()
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self._llm.update_weight_version(weight_version)
+
+    def pause(self, timeout_s: float) -> None:
+        self._gate.close(timeout_s)
+
+    def resume(self) -> None:
+        self._gate.reopen()
+
+    def reset_caches(self) -> bool:
+        done = bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+        self._llm.llm_engine.reset_encoder_cache()
+        return done
+
+
+class AsyncCalls:
+    """An ``AsyncLLM``, called from a thread other than its event loop's."""
+
+    is_thread_safe = True
+
+    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, *, in_flight: InFlight, timeout_s: float) -> None:
+        self._llm = llm
+        self._loop = loop
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any], what: str, timeout_s: float | None = None) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(limit_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise DeadlineError(f"vLLM did not finish {what} within {limit_s} s") from error
+
+    def vllm_version(self) -> str:
+        import vllm
+
+        return str(vllm.__version__)
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))), "init_weight_transfer_engine")
+
+    def start(self) -> None:
+        self._wait(self._llm.start_weight_update(), "start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(dict(info))), f"operation {info['operation']}")
+
+    def finish(self) -> None:
+        self._wait(self._llm.finish_weight_update(), "finish_weight_update")
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self._wait(self._llm.update_weight_version(weight_version), "update_weight_version")
+
+    def pause(self, timeout_s: float) -> None:
+        self._wait(
+            self._llm.pause_generation(mode=self._in_flight, clear_cache=False), f"pausing ({self._in_flight})", timeout_s
+        )
+
+    def resume(self) -> None:
+        self._wait(self._llm.resume_generation(), "resume_generation")
+
+    def reset_caches(self) -> bool:
+        done = bool(
+            self._wait(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "reset_prefix_cache")
+        )
+        self._wait(self._llm.reset_encoder_cache(), "reset_encoder_cache")
+        return done
+
+
+class HttpCalls:
+    """A vLLM server on this node, started with ``VLLM_SERVER_DEV_MODE=1``: without it the routes used here do not exist."""
+
+    is_thread_safe = True
+
+    def __init__(self, url: str, *, in_flight: InFlight, timeout_s: float) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.netloc:
+            raise RejectedError(f"engine URL {url!r}: expected something like http://127.0.0.1:8000")
+        self._url = url.rstrip("/")
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+
+    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(
+            self._url + route, data=data, method=method, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=limit_s) as answer:
+                text = answer.read(_MAX_ANSWER_NBYTES)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(method, route, error) from error
+        except TimeoutError as error:
+            raise DeadlineError(f"{method} {self._url}{route}: no answer within {limit_s} s") from error
+        except OSError as error:
+            raise AttemptFailedError(f"{method} {self._url}{route}: {error}; is the server running?") from error
+        return json.loads(text) if text else None
+
+    @staticmethod
+    def _refusal(method: str, route: str, error: urllib.error.HTTPError) -> RefitError:
+        if error.code == 404:
+            return RejectedError(
+                f"{method} {route}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 and "
+                '--weight-transfer-config \'{"backend": "deltarefit"}\''
+            )
+        text = error.read(_MAX_ANSWER_NBYTES).decode(errors="replace")[:500]
+        return AttemptFailedError(f"{method} {route}: the server answered {error.code}: {text}")
+
+    def vllm_version(self) -> str:
+        return str(self._ask("GET", "/version")["version"])
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def start(self) -> None:
+        self._ask("POST", "/start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        self._ask("POST", "/update_weights", {"update_info": dict(info)})
+
+    def finish(self) -> None:
+        self._ask("POST", "/finish_weight_update", {})
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self._ask("POST", "/update_weight_version", {"new_version": weight_version})
+
+    def pause(self, timeout_s: float) -> None:
+        self._ask("POST", f"/pause?mode={self._in_flight}&clear_cache=false", timeout_s=timeout_s)
+
+    def resume(self) -> None:
+        self._ask("POST", "/resume")
+
+    def reset_caches(self) -> bool:
+        answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        self._ask("POST", "/reset_encoder_cache")
+        return bool(answer and answer.get("success"))
