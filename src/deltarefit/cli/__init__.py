@@ -1,1 +1,23 @@
+"""The command line: thin commands over the public API (design section 2).
 
+May import every room. Commands are imported only when they are asked for, so that
+``deltarefit inspect`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the ``deltarefit`` program."""
+    try:
+        from deltarefit.cli.program import program
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.stderr.write("error: the command line needs click and rich: pip install 'deltarefit[cli]'\n")
+        sys.exit(1)
+    program()

@@ -1,0 +1,139 @@
+"""The demo's engines behind one face: real vLLM, or a transformers model behind an engine-like loader."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import deltarefit
+from deltarefit.cli.demo.state import write_state
+from deltarefit.errors import RejectedError
+
+__all__ = ["engine_or_fallback", "open_engine"]
+
+Completions = tuple[list[list[list[int]]], list[list[float]]]
+
+
+def engine_or_fallback(wanted: str) -> tuple[str, str]:
+    """The engine to use, and a sentence about why where it is not the obvious one.
+
+    Raises:
+        RejectedError: the wanted engine is not installed.
+    """
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if wanted == "auto":
+        if has_vllm:
+            return "vllm", ""
+        return (
+            "torch",
+            "vLLM is not installed here: a transformers model behind a loader that fuses as engines do stands in for it.",
+        )
+    if wanted == "vllm" and not has_vllm:
+        raise RejectedError("engine vllm: vLLM is not installed in this environment; run `make install`, or use --engine torch")
+    note = "" if wanted == "vllm" else "The engines are transformers models behind a loader that fuses as engines do, not vLLM."
+    return wanted, note
+
+
+def open_engine(engine: str, checkpoint: str, completion_tokens: int) -> Any:
+    """Start an engine with the checkpoint's weights."""
+    if engine == "vllm":
+        return VllmRollout(checkpoint, completion_tokens)
+    return TorchRollout(checkpoint, completion_tokens)
+
+
+class TorchRollout:
+    """A transformers model with a fusing loader."""
+
+    def __init__(self, checkpoint: str, completion_tokens: int) -> None:
+        from deltarefit.cli.demo.torch_engine import TorchEngine
+
+        self._engine = TorchEngine(checkpoint)
+        self._completion_tokens = completion_tokens
+        self.note = "a transformers model behind a fusing loader"
+
+    def attach(self, name: str, run: str) -> deltarefit.Receiver:
+        return deltarefit.Receiver.attach(self._engine.model, load_weights=self._engine.load_weights, run=run, name=name)
+
+    def complete(self, prompts: Sequence[Sequence[int]], *, count: int, seed: int | None) -> Completions:
+        return self._engine.complete(prompts, count=count, max_tokens=self._completion_tokens, seed=seed)
+
+    def dump(self, directory: Path) -> None:
+        write_state(directory, _torch_state(self._engine.model))
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
+
+
+class VllmRollout:
+    """A real vLLM engine in this process."""
+
+    def __init__(self, checkpoint: str, completion_tokens: int) -> None:
+        import vllm
+
+        self._vllm = vllm
+        self._completion_tokens = completion_tokens
+        self._llm: Any = vllm.LLM(
+            model=checkpoint,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=16,
+            dtype="bfloat16",
+            disable_log_stats=True,
+            distributed_executor_backend="uni",
+            weight_transfer_config={"backend": "deltarefit"},
+        )
+        self.note = f"vLLM {vllm.__version__}, on the CPU, backend deltarefit"
+
+    def attach(self, name: str, run: str) -> deltarefit.Receiver:
+        return deltarefit.Receiver.attach(self._llm, run=run, name=name)
+
+    def complete(self, prompts: Sequence[Sequence[int]], *, count: int, seed: int | None) -> Completions:
+        sampling = self._vllm.SamplingParams(
+            n=count,
+            seed=seed,
+            temperature=0.0 if seed is None else 1.0,
+            max_tokens=self._completion_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        tokens = [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+        return tokens, [_chosen_logprobs(output.outputs[0]) for output in outputs]
+
+    def dump(self, directory: Path) -> None:
+        """The engine lives in this process, so its model can be read directly."""
+        (states,) = self._llm.apply_model(_torch_state_list)
+        write_state(directory, states)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        del self._llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _chosen_logprobs(completion: Any) -> list[float]:
+    """Exact log-probabilities of the chosen tokens."""
+    return [position[token].logprob for position, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
+def _torch_state_list(model: Any) -> list[tuple[str, bytes]]:
+    return list(_torch_state(model))
+
+
+def _torch_state(model: Any) -> Iterator[tuple[str, bytes]]:
+    from deltarefit.bits import logical_words
+
+    for kind, named in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            yield f"{kind} {name}", logical_words(tensor).tobytes()

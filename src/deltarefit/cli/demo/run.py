@@ -1,0 +1,255 @@
+"""The demo's parent: starts the processes, passes prompts and completions, compares every bit."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import msgspec
+
+from deltarefit.cli.demo import task, wire
+from deltarefit.cli.demo.processes import Child, start_child
+from deltarefit.cli.demo.rollout import RolloutOptions
+from deltarefit.cli.demo.state import Difference, compare, read_state
+from deltarefit.cli.demo.trainer import TrainerOptions
+from deltarefit.errors import AttemptFailedError
+from deltarefit.runtime.report import RefitReport
+
+__all__ = ["DemoOptions", "DemoResult", "Refit", "run_demo"]
+
+TRAINERS = 2
+ENGINES = 2
+PROMPTS = 4
+"""Prompts per step over all engines."""
+_START_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_S = 240.0
+
+Say = Callable[[str], None]
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user can choose."""
+
+    engine: str
+    steps: int
+    learning_rate: float
+    directory: Path
+    seed: int = 0
+    corrupt_step: int = 3
+    """The refit (from 1) of which one payload is damaged in transit."""
+
+
+class Refit(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the result."""
+
+    policy_version: int
+    reward: float
+    changed_fraction: float
+    payload_nbytes: int
+    checkpoint_nbytes: int
+    stage_s: Mapping[str, float]
+    refit_s: float
+    attempts: int
+    payload_damaged: bool
+    bit_equal: bool
+    """Every parameter and buffer of every engine has the bytes of a fresh load, and it generates the same."""
+    compared_tensors: int
+    compared_nbytes: int
+    differing: tuple[str, ...] = ()
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` prints."""
+
+    refits: tuple[Refit, ...]
+    bit_equal: bool
+    engine: str
+    note: str
+    recovered_attempts: int
+
+
+class _Cluster:
+    """The running processes."""
+
+    def __init__(self, trainers: Sequence[Child], engines: Sequence[Child], oracle: Child) -> None:
+        self.trainers = trainers
+        self.engines = engines
+        self.oracle = oracle
+
+    @property
+    def all(self) -> list[Child]:
+        return [*self.trainers, *self.engines, self.oracle]
+
+
+def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResult:
+    """Train, refit and check; see the package docstring.
+
+    Raises:
+        AttemptFailedError: a process of the demo failed; the text is its own, and names its log.
+    """
+    directory = options.directory
+    checkpoint = _make_checkpoint(directory, say)
+    rng = random.Random(options.seed)
+    refits: list[Refit] = []
+    with ExitStack() as stack:
+        cluster = _start(options, engine, checkpoint, stack, say)
+        for step in range(1, options.steps + 1):
+            refit = _one_step(cluster, options, step, rng, say)
+            refits.append(refit)
+            say(_line(refit, options.steps))
+        for child in cluster.all:
+            child.link.send(wire.Stop())
+        for child in cluster.all:
+            child.link.expect(wire.Stopped, _STEP_TIMEOUT_S)
+            child.wait()
+    return DemoResult(
+        refits=tuple(refits),
+        bit_equal=bool(refits) and all(refit.bit_equal for refit in refits),
+        engine=engine,
+        note=note,
+        recovered_attempts=sum(refit.attempts - 1 for refit in refits),
+    )
+
+
+def _make_checkpoint(directory: Path, say: Say) -> Path:
+    """A tiny Qwen3-MoE checkpoint, made in a process of its own so that the parent never imports torch."""
+    path = directory / "checkpoint"
+    command = [sys.executable, "-m", "deltarefit.cli.demo.checkpoint", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise AttemptFailedError(f"making the checkpoint failed:\n{done.stderr[-2000:]}")
+    say(f"checkpoint: a tiny Qwen3-MoE, bf16, {(path / 'model.safetensors').stat().st_size / 2**20:.2f} MiB, in {path}")
+    return path
+
+
+def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack, say: Say) -> _Cluster:
+    secret = secrets.token_hex(16)
+    address = str(options.directory / "demo.sock")
+    listener = stack.enter_context(Listener(address, family="AF_UNIX", authkey=secret.encode(), backlog=8))
+    environment = {"DELTAREFIT_DEMO_SOCKET": address, "DELTAREFIT_DEMO_SECRET": secret}
+    run = (options.directory / "run").as_uri()
+    trainer = TrainerOptions(
+        str(checkpoint), run, str(options.directory / "rendezvous"), options.learning_rate, ENGINES, threads=1
+    )
+    rollout = RolloutOptions(engine, str(checkpoint), run, task.COMPLETION_TOKENS, threads=1)
+    say(
+        f"starting {TRAINERS} trainer ranks (torch.distributed, gloo), {ENGINES} {engine} engines and an oracle, each a process"
+    )
+
+    def begin(role: str, module: str, *arguments: str) -> Child:
+        child = start_child(role, module, arguments, environment, options.directory / "logs")
+        return stack.enter_context(child)
+
+    oracle = msgspec.structs.replace(rollout, run="")
+    children = [
+        *(begin(f"engine-{i}", "rollout", f"engine-{i}", _json(rollout)) for i in range(ENGINES)),
+        begin("oracle", "rollout", "oracle", _json(oracle)),
+        *(begin(f"trainer-{i}", "trainer", str(i), str(TRAINERS), _json(trainer)) for i in range(TRAINERS)),
+    ]
+    _greet(listener, children, say)
+    by_role = {child.role: child for child in children}
+    return _Cluster(
+        [by_role[f"trainer-{i}"] for i in range(TRAINERS)],
+        [by_role[f"engine-{i}"] for i in range(ENGINES)],
+        by_role["oracle"],
+    )
+
+
+def _greet(listener: Listener, children: Sequence[Child], say: Say) -> None:
+    """Give every child its link; a child that dies before it connects ends the demo with its log's last lines."""
+    links = [Child.accept(listener, children) for _ in children]  # all connect at once; then each loads its model
+    for link in links:
+        hello = link.expect(wire.Hello, _START_TIMEOUT_S)
+        child = next(child for child in children if child.role == hello.role)
+        child.adopt(link)
+        say(f"  {hello.role}: {hello.note}")
+
+
+def _one_step(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Random, say: Say) -> Refit:
+    completions, mean_reward = _generate(cluster, options, step, rng)
+    corrupt = step == options.corrupt_step
+    candidate = options.directory / "candidates" / str(step)
+    say(
+        f"step {step}: reward {mean_reward:.3f}, training and refitting"
+        + (", one payload will be damaged in transit" if corrupt else "")
+    )
+    for child in cluster.trainers:
+        child.link.send(wire.Train(completions, corrupt, str(candidate)))
+    trained = [child.link.expect(wire.Trained, _STEP_TIMEOUT_S) for child in cluster.trainers]
+    report = msgspec.json.decode(trained[0].report, type=RefitReport)
+    damaged = sum(answer.faults_fired for answer in trained) > 0
+    difference, same_text = _inspect(cluster, options, step, candidate, report.policy_version, rng)
+    return Refit(
+        policy_version=report.policy_version,
+        reward=mean_reward,
+        changed_fraction=report.changed_fraction,
+        payload_nbytes=report.payload_nbytes,
+        checkpoint_nbytes=report.checkpoint_nbytes,
+        stage_s=report.stage_s,
+        refit_s=report.refit_s,
+        attempts=report.attempts,
+        payload_damaged=damaged,
+        bit_equal=difference.is_equal and same_text and damaged == corrupt,
+        compared_tensors=difference.tensors,
+        compared_nbytes=difference.nbytes,
+        differing=difference.differing,
+    )
+
+
+def _generate(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Random) -> tuple[list[wire.Completion], float]:
+    """Completions from all engines, with rewards and group advantages."""
+    prompts = task.prompts(rng, PROMPTS, vocab_size=250)
+    shares = [prompts[i::ENGINES] for i in range(ENGINES)]
+    for child, share in zip(cluster.engines, shares, strict=True):
+        child.link.send(wire.Generate(share, task.GROUP, seed=options.seed * 1000 + step))
+    completions: list[wire.Completion] = []
+    for child, share in zip(cluster.engines, shares, strict=True):
+        answer = child.link.expect(wire.Generated, _STEP_TIMEOUT_S)
+        for prompt, group in zip(share, answer.completions, strict=True):
+            rewards = [task.reward(tokens) for tokens in group]
+            for tokens, reward, advantage in zip(group, rewards, task.advantages(rewards), strict=True):
+                completions.append(wire.Completion(prompt, tokens, reward, advantage))
+    return completions, sum(c.reward for c in completions) / len(completions)
+
+
+def _inspect(
+    cluster: _Cluster, options: DemoOptions, step: int, candidate: Path, policy_version: int, rng: random.Random
+) -> tuple[Difference, bool]:
+    """Compare every engine with a fresh load of the candidate: raw bytes of all state, greedy tokens, log-probabilities."""
+    prompts = task.prompts(rng, 2, vocab_size=250)
+    shown: list[wire.Inspected] = []
+    directories: list[Path] = []
+    inspected = [*cluster.engines, cluster.oracle]
+    for child in inspected:
+        directories.append(options.directory / "states" / f"{step}-{child.role}")
+        child.link.send(wire.Inspect(str(candidate), str(directories[-1]), prompts))
+    shown = [child.link.expect(wire.Inspected, _STEP_TIMEOUT_S) for child in inspected]
+    expected = read_state(directories[-1])
+    differences = [compare(read_state(directory), expected) for directory in directories[:-1]]
+    differing = tuple(name for difference in differences for name in difference.differing)
+    oracle = shown[-1]
+    same = all(
+        engine.tokens == oracle.tokens and engine.logprobs == oracle.logprobs and engine.policy_version == policy_version
+        for engine in shown[:-1]
+    )
+    merged = Difference(differences[0].tensors, sum(d.nbytes for d in differences), differing)
+    return merged, same
+
+
+def _line(refit: Refit, steps: int) -> str:
+    outcome = "bit-equal to a fresh load" if refit.bit_equal else f"NOT EQUAL: {', '.join(refit.differing[:3]) or 'generation'}"
+    retried = f" after {refit.attempts} attempts" if refit.attempts > 1 else ""
+    return (
+        f"  refit {refit.policy_version} of {steps}: {refit.changed_fraction:.2%} changed, {refit.payload_nbytes:,} bytes "
+        f"sent in {refit.refit_s:.2f} s{retried}, {outcome}"
+    )
+
+
+def _json(value: msgspec.Struct) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,123 @@
+"""What the receiver agent needs of a rollout engine, and the engine that is just a torch module in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from deltarefit.canonical import Catalog
+from deltarefit.payload import Limits, decode
+from deltarefit.plan import RefitPlan
+from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver
+from deltarefit.runtime.gate import LocalGate, RequestGate
+
+__all__ = ["EngineDriver", "LocalEngine"]
+
+
+class EngineDriver(Protocol):
+    """One rollout engine, all its ranks together. Called from one thread at a time."""
+
+    name: str
+    """For reports, e.g. ``torch`` or ``vllm 0.32.0``."""
+
+    def prewarm(self, catalog: Catalog) -> Sequence[PrewarmReport]:
+        """Learn where each canonical tensor goes, on every rank, writing nothing. Raises RejectedError."""
+
+    def prepare(self, plan: RefitPlan) -> None:
+        """Fix the plan of the next attempt on every rank. Raises RejectedError."""
+
+    def close_gate(self, timeout_s: float) -> None:
+        """Stop serving and let running requests end. May be repeated. Raises DeadlineError."""
+
+    def apply(self, data: bytes) -> int:
+        """Apply one payload on every rank; returns the elements written, summed over ranks.
+
+        Raises:
+            PayloadInvalidError: it was refused before its first write.
+            LoaderContractError: a loader misbehaved; some of it may have been written.
+        """
+
+    def synchronize(self) -> None:
+        """Return once every write has reached its device."""
+
+    def digests(self) -> Sequence[Mapping[str, RankDigest]]:
+        """Per rank, digests of the canonical tensors computed from the bits it holds now."""
+
+    def drop_caches(self) -> None:
+        """Forget everything computed from older weights (prefix and KV caches). A refusal is an error."""
+
+    def publish(self, policy_version: int) -> None:
+        """Label the engine's answers with this version. Data only: it must not disturb requests."""
+
+    def reopen_gate(self) -> None:
+        """Serve again. May be repeated."""
+
+    def covered(self) -> str:
+        """What the digests cover, in words."""
+
+    def close(self) -> None:
+        """Release what the driver holds; the engine itself lives on."""
+
+
+class LocalEngine:
+    """A torch module with a loader, in this process (``Receiver.attach(model, load_weights=...)``)."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: Any,
+        load_weights: Callable[[Iterable[tuple[str, Any]]], object],
+        *,
+        request_gate: RequestGate | None = None,
+        on_refit: Callable[[int], None] | None = None,
+        key: bytes | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._rank = RankReceiver(model, load_weights)
+        self._gate = request_gate if request_gate is not None else LocalGate()
+        self._on_refit = on_refit
+        self._key = key
+        self._limits = limits or Limits()
+        self._catalog: Catalog | None = None
+        self.policy_version: int | None = None
+
+    @property
+    def request_gate(self) -> RequestGate:
+        return self._gate
+
+    def prewarm(self, catalog: Catalog) -> Sequence[PrewarmReport]:
+        self._catalog = catalog
+        return (self._rank.prewarm(catalog),)
+
+    def prepare(self, plan: RefitPlan) -> None:
+        self._rank.prepare(plan)
+
+    def close_gate(self, timeout_s: float) -> None:
+        self._gate.close(timeout_s)
+
+    def apply(self, data: bytes) -> int:
+        return self._rank.apply(decode(data, catalog=self._catalog, key=self._key, limits=self._limits))
+
+    def synchronize(self) -> None:
+        self._rank.synchronize()
+
+    def digests(self) -> Sequence[Mapping[str, RankDigest]]:
+        return (self._rank.digests(),)
+
+    def drop_caches(self) -> None:
+        """A bare module has no caches; its owner clears what it keeps in ``on_refit``."""
+
+    def publish(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+        if self._on_refit is not None:
+            self._on_refit(policy_version)
+
+    def reopen_gate(self) -> None:
+        self._gate.reopen()
+
+    def covered(self) -> str:
+        return "every parameter and buffer that a canonical tensor reaches, on 1 rank"
+
+    def close(self) -> None:
+        self._catalog = None

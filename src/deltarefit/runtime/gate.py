@@ -1,0 +1,72 @@
+"""The request gate: no request ever sees partly applied weights (paper 7.2)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from deltarefit.errors import DeadlineError
+
+__all__ = ["LocalGate", "RequestGate"]
+
+
+class RequestGate(Protocol):
+    """What a receiver needs of whatever admits requests to its engine. Both calls may be repeated."""
+
+    def close(self, timeout_s: float) -> None:
+        """Admit no new request, then return once none is running. Closing a closed gate returns at once.
+
+        Raises:
+            DeadlineError: requests were still running after ``timeout_s``; the gate stays closed.
+        """
+
+    def reopen(self) -> None:
+        """Admit requests again."""
+
+
+class LocalGate:
+    """A gate inside one process: callers wrap each request in ``with gate.serving():``."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._running = 0
+
+    @property
+    def is_open(self) -> bool:
+        with self._changed:
+            return self._is_open
+
+    @contextmanager
+    def serving(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold one request open; waits while the gate is closed.
+
+        Raises:
+            DeadlineError: the gate was still closed after ``timeout_s``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_open, timeout_s):
+                raise DeadlineError(f"a request waited {timeout_s} s for the request gate to reopen; a refit is still running")
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        with self._changed:
+            self._is_open = False
+            if not self._changed.wait_for(lambda: self._running == 0, timeout_s):
+                raise DeadlineError(
+                    f"closing the request gate: {self._running} requests still running after {timeout_s} s; "
+                    "raise request_timeout_s, or have the engine abort them"
+                )
+
+    def reopen(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()

@@ -1,0 +1,72 @@
+"""Shows a sign of life at regular intervals, from a thread of its own, and knows when it could not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from deltarefit.errors import RefitError
+from deltarefit.protocol import LeaseSettings, SelfFence
+from deltarefit.runtime.clock import Clock
+from deltarefit.transport import Beacon
+
+__all__ = ["Heartbeat"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Beats a beacon until closed. ``may_act`` is False once the lease may have run out in other eyes (checklist D37)."""
+
+    def __init__(self, beacon: Beacon, lease: LeaseSettings, clock: Clock, info: bytes) -> None:
+        self._beacon = beacon
+        self._lease = lease
+        self._clock = clock
+        self._info = info
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        sent_s = clock.monotonic_s()
+        beacon.beat(info)
+        self._fence = SelfFence(lease, now_s=sent_s)
+        self._thread = threading.Thread(target=self._run, name="deltarefit-heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def may_act(self) -> bool:
+        """Ask before every write and every reopening of the request gate."""
+        with self._lock:
+            return self._fence.may_act(self._clock.monotonic_s())
+
+    def show(self, info: bytes) -> None:
+        """Change what is shown, at once."""
+        with self._lock:
+            self._info = info
+        self._beat()
+
+    def restore(self) -> None:
+        """The holder was restored and starts anew after its lease ran out."""
+        sent_s = self._clock.monotonic_s()
+        self._beacon.beat(self._info)
+        with self._lock:
+            self._fence.restore(sent_s=sent_s)
+
+    def close(self) -> None:
+        """Say goodbye: others see at once that the holder left on purpose."""
+        self._stop.set()
+        self._thread.join()
+        self._beacon.remove()
+
+    def _beat(self) -> None:
+        with self._lock:
+            info = self._info
+        sent_s = self._clock.monotonic_s()
+        self._beacon.beat(info)
+        with self._lock:
+            self._fence.renewed(sent_s=sent_s, now_s=self._clock.monotonic_s())
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._lease.renew_s):
+            try:
+                self._beat()
+            except RefitError as error:
+                _LOG.warning("sign of life not written, will try again: %s", error)

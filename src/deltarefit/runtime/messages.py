@@ -1,0 +1,228 @@
+"""Messages between the coordinator, receivers and owners: strict msgspec structs, tagged by type, no pickle."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from deltarefit.errors import (
+    AttemptFailedError,
+    BaseMismatchError,
+    CommitConflictError,
+    DeadlineError,
+    LoaderContractError,
+    OperatorRequiredError,
+    PayloadInvalidError,
+    PayloadMissingError,
+    RefitError,
+    RejectedError,
+    TransportError,
+)
+from deltarefit.runtime.events import StageEvent
+from deltarefit.transport import OwnerEnd
+
+__all__ = [
+    "Call",
+    "CallBody",
+    "Completed",
+    "Done",
+    "DropCaches",
+    "EngineSummary",
+    "Failure",
+    "Flush",
+    "Membership",
+    "OpenApply",
+    "Prepare",
+    "ReopenGate",
+    "Reply",
+    "ReplyBody",
+    "RunNotice",
+    "Stop",
+    "Survey",
+    "Surveyed",
+    "decode_message",
+    "encode_message",
+]
+
+_KINDS: dict[str, type[RefitError]] = {
+    kind.__name__: kind
+    for kind in (
+        AttemptFailedError, BaseMismatchError, CommitConflictError, DeadlineError, LoaderContractError, OperatorRequiredError,
+        PayloadInvalidError, PayloadMissingError, RejectedError, TransportError,
+    )
+}  # fmt: skip
+MessageT = TypeVar("MessageT")
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Failure(_Message, frozen=True, forbid_unknown_fields=True):
+    """An error of ours, carried to whoever asked."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Known kinds travel as they are; anything else becomes a failed attempt that names the foreign type."""
+        for kind in type(error).__mro__:
+            if kind.__name__ in _KINDS:
+                return cls(kind.__name__, str(error))
+        return cls(AttemptFailedError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self, whose: str = "") -> RefitError:
+        prefix = f"{whose}: " if whose else ""
+        return _KINDS.get(self.kind, AttemptFailedError)(prefix + self.text)
+
+
+# --- what receivers are asked -------------------------------------------------------------------------------------
+
+
+class Survey(_Message, frozen=True, forbid_unknown_fields=True):
+    """Compute digests from the resident bits. Writes nothing and belongs to no attempt."""
+
+
+class Prepare(_Message, frozen=True, forbid_unknown_fields=True):
+    """Bind the engine to an attempt."""
+
+    attempt: str
+    base_version: int
+    target_version: int
+    mode: str
+    plan_digest: str
+    num_owners: int
+
+
+class OpenApply(_Message, frozen=True, forbid_unknown_fields=True):
+    """Close the request gate, drain running requests, then apply payloads as they arrive."""
+
+    attempt: str
+
+
+class Flush(_Message, frozen=True, forbid_unknown_fields=True):
+    """Everything was sent: finish applying all of it, and answer when the device is in step."""
+
+    attempt: str
+    ended: tuple[OwnerEnd, ...]
+    """One per owner: how many payloads it sent and a digest over theirs. The durable manifest must agree."""
+    audit: bool
+    """Answer with digests computed from the resident bits."""
+
+
+class Stop(_Message, frozen=True, forbid_unknown_fields=True):
+    """The attempt is obsolete: apply nothing more of it, and answer when no write of it is under way."""
+
+    attempt: str
+
+
+class DropCaches(_Message, frozen=True, forbid_unknown_fields=True):
+    """Forget what was computed from older weights, and label the engine with the committed version."""
+
+    attempt: str
+    policy_version: int
+
+
+class ReopenGate(_Message, frozen=True, forbid_unknown_fields=True):
+    """The transition is over: serve again."""
+
+    attempt: str
+    policy_version: int
+
+
+# --- what receivers answer ----------------------------------------------------------------------------------------
+
+
+class Surveyed(_Message, frozen=True, forbid_unknown_fields=True):
+    digests: dict[str, str | None]
+    """Hex digest per canonical tensor that the engine holds; None where resident bits cannot prove it."""
+
+
+class Completed(_Message, frozen=True, forbid_unknown_fields=True):
+    written_elements: int
+    digests: dict[str, str | None] | None
+    """As in ``Surveyed``; None if no audit was asked for."""
+    covered: str
+    events: tuple[StageEvent, ...]
+
+
+class Done(_Message, frozen=True, forbid_unknown_fields=True):
+    """Done, and nothing to tell."""
+
+
+CallBody = Survey | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
+ReplyBody = Surveyed | Completed | Done | Failure
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request, under a name that its reply repeats."""
+
+    name: str
+    """Fresh for every call: ``<coordinator nonce>-<number>``."""
+    epoch: int
+    """Of the coordinator; receivers ignore one that was replaced."""
+    body: CallBody
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer to one call, or its failure."""
+
+    name: str
+    incarnation: str
+    """Of the receiver's process that answers."""
+    body: ReplyBody
+
+
+class EngineSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What prewarm found on all ranks of one engine together; lies under the run, named by its digest."""
+
+    encodings: dict[str, tuple[int, ...]]
+    """Per canonical tensor, encodings that every rank holding a part of it can take; all of them where no rank holds any."""
+    skipped: tuple[str, ...]
+    """Tensors that the engine's loader skips on every rank, as a full reload would."""
+    dense: tuple[str, ...]
+    """Tensors of which every element must be sent each time, because the loader computes with them."""
+
+
+class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a receiver shows beside its heartbeat."""
+
+    incarnation: str
+    """Fresh for every start of the process: a restarted receiver is a new one."""
+    engine: str
+    catalog_digest: str
+    summary_digest: str
+    """Names its EngineSummary; '' until it has prewarmed."""
+    policy_version: int | None
+    """The version that it holds by a commit of this run; None if it never took part in one."""
+    refusal: str = ""
+    """Why it cannot take part, if prewarm refused."""
+
+
+class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the coordinator shows beside its heartbeat: all that a receiver needs to join."""
+
+    epoch: int
+    catalog_digest: str
+    policy_version: int
+    lease_s: float
+
+
+def encode_message(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_message(data: bytes | memoryview, kind: type[MessageT], *, sender: str) -> MessageT:
+    """Decode a message of one kind.
+
+    Raises:
+        TransportError: the bytes are no such message; the text names the sender.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TransportError(
+            f"message from {sender}: expected {kind.__name__}, got {len(data)} bytes that are not: {error}"
+        ) from error

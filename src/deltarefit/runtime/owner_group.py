@@ -1,0 +1,81 @@
+"""All owners of a run: the coordinator's commands reach every training rank through the training job's own collective."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deltarefit.errors import AttemptFailedError, TransportError
+from deltarefit.runtime.owner_worker import (
+    Build,
+    Command,
+    CommitBaseline,
+    End,
+    OwnerReply,
+    OwnerWorker,
+    ReleaseAttempt,
+    StopSending,
+)
+from deltarefit.source import Collective
+
+__all__ = ["OwnerGroup"]
+
+
+class OwnerGroup:
+    """Rank 0 commands; the other ranks follow until the transition ends. Every rank must enter each refit together."""
+
+    def __init__(self, worker: OwnerWorker, collective: Collective) -> None:
+        self._worker = worker
+        self._collective = collective
+
+    def command(self, command: Command) -> list[OwnerReply]:
+        """Have every rank do it, this one included; replies by rank. Rank 0 only.
+
+        Raises:
+            TransportError: the training job's group is broken.
+        """
+        self._collective.broadcast(msgspec.msgpack.encode(command))
+        return self._gather(self._worker.execute(command))
+
+    def demand(self, command: Command) -> list[OwnerReply]:
+        """``command``, but raise the first failure.
+
+        Raises:
+            AttemptFailedError: an owner failed; the text names its rank.
+        """
+        replies = self.command(command)
+        for reply in replies:
+            if reply.failure is not None:
+                raise reply.failure.error(f"owner {reply.owner}")
+        return replies
+
+    def follow(self) -> End:
+        """Do what rank 0 says until it says that the transition ended. All ranks but 0."""
+        while True:
+            command = self._decode(self._collective.broadcast(None))
+            self._gather(self._worker.execute(command))
+            if isinstance(command, End):
+                return command
+
+    def end(self, end: End) -> None:
+        """Let the other ranks go. Rank 0 only."""
+        self.command(end)
+
+    def _gather(self, reply: OwnerReply) -> list[OwnerReply]:
+        replies = [self._reply(data) for data in self._collective.all_gather(msgspec.msgpack.encode(reply))]
+        if len(replies) != self._collective.world_size:
+            raise AttemptFailedError(f"{len(replies)} owners answered, expected {self._collective.world_size}")
+        return replies
+
+    @staticmethod
+    def _decode(data: bytes) -> Command:
+        try:
+            return msgspec.msgpack.decode(data, type=Build | StopSending | ReleaseAttempt | CommitBaseline | End)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"command from rank 0: {error}") from error
+
+    @staticmethod
+    def _reply(data: bytes) -> OwnerReply:
+        try:
+            return msgspec.msgpack.decode(data, type=OwnerReply)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"reply of an owner: {error}") from error

@@ -1,0 +1,229 @@
+"""One training rank during a refit: executes the coordinator's commands on its owner (paper Algorithm B.1, owners)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from deltarefit import payload
+from deltarefit.canonical import TensorDigest
+from deltarefit.errors import RejectedError
+from deltarefit.ids import AttemptId, OwnerId, PayloadId, PolicyVersion
+from deltarefit.plan import RefitPlan
+from deltarefit.records import Bucket, EncodingMode
+from deltarefit.runtime.events import EventLog, StageEvent
+from deltarefit.runtime.messages import Failure
+from deltarefit.source import Owner
+from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore
+
+__all__ = ["Build", "CommitBaseline", "End", "OwnerReply", "OwnerWorker", "ReleaseAttempt", "StopSending"]
+
+_IN_FLIGHT = 4  # encoded payloads waiting for the transport, per owner; bounds memory to so many buckets
+
+
+class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Build(_Command, frozen=True, forbid_unknown_fields=True):
+    """Compare, encode and send everything this rank owns, under one attempt."""
+
+    attempt: str
+    mode: str
+    base_version: int
+    target_version: int
+    plan: bytes
+    starts_transition: bool
+    """The candidate may differ from what an earlier build saw; otherwise it must be the same."""
+
+
+class StopSending(_Command, frozen=True, forbid_unknown_fields=True):
+    """Send nothing more of this attempt, and return when nothing is on its way."""
+
+    attempt: str
+
+
+class ReleaseAttempt(_Command, frozen=True, forbid_unknown_fields=True):
+    """Forget the payloads of this attempt."""
+
+    attempt: str
+
+
+class CommitBaseline(_Command, frozen=True, forbid_unknown_fields=True):
+    """The record says so: the candidate is the baseline now. May be repeated."""
+
+    attempt: str
+    target_version: int
+
+
+class End(_Command, frozen=True, forbid_unknown_fields=True):
+    """The transition ended; ``report`` or ``failure`` is what refit() returns or raises on every rank."""
+
+    report: bytes
+    failure: Failure | None
+
+
+Command = Build | StopSending | ReleaseAttempt | CommitBaseline | End
+
+
+class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one owner did."""
+
+    owner: int
+    failure: Failure | None = None
+    entries: tuple[PayloadEntry, ...] = ()
+    changed_elements: int = 0
+    digests: dict[str, str] = {}
+    """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
+    events: tuple[StageEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    attempt: AttemptId
+    base_version: PolicyVersion
+    target_version: PolicyVersion
+    plan: RefitPlan
+    mode: EncodingMode
+
+
+class OwnerWorker:
+    """Executes commands; never raises: what went wrong travels in the reply, so that no other rank waits for ever."""
+
+    def __init__(self, owner: Owner, sender: PayloadSender, store: RunStore, events: EventLog, *, key: bytes | None) -> None:
+        self._owner = owner
+        self._sender = sender
+        self._store = store
+        self._events = events
+        self._key = key
+
+    @property
+    def owner(self) -> OwnerId:
+        return self._owner.owner
+
+    def execute(self, command: Command) -> OwnerReply:
+        """Do it and say what came of it."""
+        try:
+            reply = self._dispatch(command)
+        except Exception as error:  # the coordinator decides what an owner's failure means
+            reply = OwnerReply(int(self.owner), Failure.of(error))
+        return msgspec.structs.replace(reply, events=tuple(self._events.drain()))
+
+    def _dispatch(self, command: Command) -> OwnerReply:
+        match command:
+            case Build():
+                return self._build(command)
+            case StopSending(attempt=attempt):
+                self._sender.stop_and_wait(AttemptId(attempt))
+            case ReleaseAttempt(attempt=attempt):
+                self._sender.cleanup(AttemptId(attempt))
+            case CommitBaseline(attempt=attempt):
+                with self._events.stage("baseline", attempt):
+                    self._owner.commit()
+                return OwnerReply(int(self.owner), digests=_hex(self._owner.digests()))
+            case End():
+                pass
+        return OwnerReply(int(self.owner))
+
+    def committed_digests(self) -> dict[str, str]:
+        return _hex(self._owner.digests())
+
+    def _build(self, command: Build) -> OwnerReply:
+        attempt = _Attempt(
+            AttemptId(command.attempt),
+            PolicyVersion(command.base_version),
+            PolicyVersion(command.target_version),
+            RefitPlan.from_wire(command.plan),
+            EncodingMode(command.mode),
+        )
+        if command.starts_transition:
+            self._owner.forget_candidate()
+        manifest = ManifestWriter(self._store, attempt.attempt, self.owner)
+        entries: list[PayloadEntry] = []
+        with _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline:
+            for job in enumerate(self._scan(attempt)):
+                entries.extend(pipeline.submit(job))
+            entries.extend(pipeline.finish())
+        manifest.end()
+        return OwnerReply(
+            int(self.owner),
+            entries=tuple(entries),
+            changed_elements=self._owner.changed_elements,
+            digests=_hex(self._owner.candidate_digests()),
+        )
+
+    def _scan(self, attempt: _Attempt) -> Iterable[Bucket]:
+        """The owner's buckets, with the time spent making each one recorded as one scan."""
+        buckets = iter(self._owner.build(attempt.plan, attempt.mode))
+        while True:
+            with self._events.stage("scan", attempt.attempt):
+                bucket = next(buckets, None)
+            if bucket is None:
+                return
+            yield bucket
+
+    def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter, sequence: int, bucket: Bucket) -> PayloadEntry:
+        name = PayloadId(attempt.attempt, sequence, self.owner)
+        with self._events.stage("encode", attempt.attempt, nbytes=bucket.input_nbytes, payload=str(name)):
+            data = payload.encode(
+                bucket.items,
+                attempt=attempt.attempt,
+                owner=self.owner,
+                sequence=sequence,
+                base_version=attempt.base_version,
+                target_version=attempt.target_version,
+                plan_digest=attempt.plan.digest,
+                key=self._key,
+            )
+        with self._events.stage("send", attempt.attempt, nbytes=len(data), payload=str(name)):
+            self._sender.send(name, data)
+            entry = PayloadEntry.of(name, data)
+            manifest.add(entry)
+        return entry
+
+
+class _Pipeline:
+    """Runs jobs on one background thread, at most ``depth`` waiting, results in order of submission."""
+
+    def __init__(self, work: Callable[[tuple[int, Bucket]], PayloadEntry], depth: int) -> None:
+        if depth < 1:
+            raise RejectedError(f"pipeline depth {depth}: expected at least 1")
+        self._work = work
+        self._depth = depth
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deltarefit-send")
+        self._running: deque[Future[PayloadEntry]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, job: tuple[int, Bucket]) -> list[PayloadEntry]:
+        """Start a job; returns the results that had to be waited for to make room."""
+        done = [self._running.popleft().result()] if len(self._running) >= self._depth else []
+        self._running.append(self._pool.submit(self._work, job))
+        return done
+
+    def finish(self) -> list[PayloadEntry]:
+        done = [future.result() for future in self._running]
+        self._running.clear()
+        return done
+
+
+def _hex(digests: dict[str, TensorDigest]) -> dict[str, str]:
+    return {name: digest.hex() for name, digest in digests.items()}
+
+
+def sum_digests(replies: Iterable[OwnerReply]) -> dict[str, TensorDigest]:
+    """Per tensor, the sum over owners of their parts."""
+    total: dict[str, TensorDigest] = {}
+    for reply in replies:
+        for name, text in reply.digests.items():
+            total[name] = total.get(name, TensorDigest()) + TensorDigest.from_hex(text)
+    return total

@@ -1,0 +1,298 @@
+"""The training side's one object: ``Publisher.refit()`` after each optimizer step (design section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from deltarefit.canonical import digest_of_digests
+from deltarefit.errors import (
+    AttemptFailedError,
+    CommitConflictError,
+    DeadlineError,
+    OperatorRequiredError,
+    RefitError,
+    RejectedError,
+)
+from deltarefit.protocol import (
+    TransitionMachine,
+    TransitionOutcome,
+    TransitionSettings,
+    UnfinishedAttempt,
+    commands,
+    events,
+)
+from deltarefit.runtime.adapters import source_integration
+from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
+from deltarefit.runtime.coordinator import Coordinator, Outcome, Session
+from deltarefit.runtime.events import EventLog, StageEvent
+from deltarefit.runtime.messages import Failure
+from deltarefit.runtime.owner_group import OwnerGroup
+from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
+from deltarefit.runtime.report import RefitReport, stage_seconds
+from deltarefit.runtime.session import RunHold
+from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.source import Collective, SourceAdapter, SourceSettings, open_source, together
+from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, open_run
+
+__all__ = ["Publisher"]
+
+
+class Publisher:
+    """Carries a model's weights to every receiver of a run, exactly, each time ``refit`` is called.
+
+    Create one on every training rank, with equal arguments, while the model holds the weights that the receivers load; then
+    call ``refit`` on every rank after each optimizer step. Rank 0 coordinates; the ranks talk only among themselves, through
+    the training job's own process group, and with receivers only through the run's store.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        run: str,
+        settings: PublisherSettings | None = None,
+        key: bytes | None = None,
+        collective: Collective | None = None,
+        adapter: SourceAdapter | None = None,
+        wrap_sender: Callable[[PayloadSender], PayloadSender] | None = None,
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+    ) -> None:
+        """Read the model's facts, prove that every element has exactly one owner, copy the baseline, and take the run.
+
+        Args:
+            model: a torch module in training. Its adapter is chosen from its class, unless ``adapter`` is given.
+            run: names the run: ``file:///scratch/run7``, ``s3://bucket/run7``, ...
+            settings: how; equal on all ranks.
+            key: one secret per run, 16 to 64 bytes; payloads then carry keyed digests and receivers need the same key.
+            collective: exchanges bytes between training ranks; default: torch.distributed if it is initialised.
+            adapter: facts about a source that no integration knows.
+            wrap_sender: wraps the payload sender, for tests and limits.
+            clock: time; default: the machine's.
+            ids: fresh names; default: the operating system's randomness.
+
+        Raises:
+            RejectedError: the model cannot be mapped, the run is held by a live coordinator or belongs to another model.
+        """
+        self.settings = settings or PublisherSettings()
+        self._clock = clock or SystemClock()
+        self._ids = ids or RandomIds()
+        if adapter is None or collective is None:
+            integration = source_integration(model)
+            collective = collective or integration.default_collective()
+            adapter = adapter or integration.source_adapter(model, collective=collective)
+        self._collective = collective
+        self._source = open_source(adapter, collective, _source_settings(self.settings))
+        self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
+        log = EventLog(self._clock, f"owner {collective.rank}")
+        worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, key=key)
+        self._owners = OwnerGroup(worker, collective)
+        self._initial = self._exchange_digests(worker)
+        self._hold: RunHold | None = None
+        self._session: Session | None = None
+        self._is_closed = False
+        together(collective, f"taking run {run}", self._take_run)
+
+    @property
+    def policy_version(self) -> int:
+        """The version that is committed, as far as this rank knows."""
+        return self._policy_version
+
+    def refit(self) -> RefitReport:
+        """Carry the model's present weights to every receiver; returns when the next version is committed everywhere.
+
+        The parameters must not change until it returns. Every training rank must call it.
+
+        Raises:
+            RejectedError: nothing was changed; the text says what to correct.
+            CommitConflictError: another coordinator took the run over; stop.
+            OperatorRequiredError: retries cannot repair it; the text names the command to run.
+        """
+        if self._is_closed:
+            raise RejectedError("refit on a closed Publisher; make a new one")
+        self._source.adapter.barrier()
+        end = self._lead() if self._collective.rank == 0 else self._owners.follow()
+        if end.failure is not None:
+            raise end.failure.error()
+        report = msgspec.json.decode(end.report, type=RefitReport)
+        self._policy_version = report.policy_version
+        return report
+
+    def close(self) -> None:
+        """Give the run back. Receivers keep serving the committed version."""
+        if not self._is_closed and self._hold is not None:
+            self._hold.release()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    # --- setting up -------------------------------------------------------------------------------------------------
+
+    def _sender(self, wrap_sender: Callable[[PayloadSender], PayloadSender] | None) -> PayloadSender:
+        inner: PayloadSender = ObjectStoreSender(self._store)
+        if wrap_sender is not None:
+            inner = wrap_sender(inner)
+        return RetryingSender(inner, clock=self._clock)
+
+    def _exchange_digests(self, worker: OwnerWorker) -> list[OwnerReply]:
+        """Every rank learns the digests of what all ranks own."""
+        mine = OwnerReply(int(worker.owner), digests=worker.committed_digests())
+        parts = self._collective.all_gather(msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(part, type=OwnerReply) for part in parts]
+
+    def _take_run(self) -> None:
+        self._policy_version = 0
+        if self._collective.rank != 0:
+            return
+        digests = sum_digests(self._initial)
+        hold = RunHold(self._store, self._source.catalog, digests, settings=self.settings, clock=self._clock, ids=self._ids)
+        self._hold = hold
+        try:
+            self._session = hold.session(
+                self._owners, self._collective.world_size, digests, EventLog(self._clock, "coordinator")
+            )
+            if not hold.is_new:
+                self._recover(hold, self._session)
+        except BaseException:
+            hold.release()
+            raise
+        self._policy_version = hold.state.record.policy_version
+
+    def _recover(self, hold: RunHold, session: Session) -> None:
+        """End what a former coordinator left unfinished, then bind the committed version to this trainer's baseline."""
+        attempt = hold.state.attempt
+        if attempt is not None:
+            machine = TransitionMachine(TransitionSettings(max_failures=self.settings.max_attempts))
+            unfinished = UnfinishedAttempt(attempt.attempt, attempt.target)
+            finish = self._drive(
+                machine,
+                Coordinator(session, alone=True),
+                events.Started(base=attempt.base, unfinished=unfinished, recover_only=True),
+            )
+            if finish.outcome is not TransitionOutcome.RECOVERED:
+                raise CommitConflictError(f"recovery of {attempt.attempt} ended as {finish.outcome.value}: {finish.causes}")
+        state = hold.take_over_baseline()
+        session.policy_version = state.record.policy_version
+        hold.announce(state)
+
+    # --- one refit on rank 0 ----------------------------------------------------------------------------------------
+
+    def _lead(self) -> End:
+        """Run the transition; whatever happens, let the other ranks go with the same result."""
+        end = End(b"", Failure(AttemptFailedError.__name__, "the refit was interrupted on rank 0"))
+        try:
+            end = End(msgspec.json.encode(self._transition()), None)
+        except RefitError as error:
+            end = End(b"", Failure.of(error))
+        finally:
+            self._owners.end(end)
+        return end
+
+    def _transition(self) -> RefitReport:
+        hold, session = self._hold, self._session
+        if hold is None or session is None:
+            raise RejectedError("refit without a run; make a new Publisher")
+        if not hold.may_act:
+            raise CommitConflictError(
+                f"this coordinator showed no sign of life for {self.settings.lease_s:.0f} s, so another may have taken "
+                f"{self._store.url} over; stop this trainer and start it again"
+            )
+        self._await_receivers(session)
+        state = session.control.read()
+        if state is None:
+            raise OperatorRequiredError(f"the control record of {self._store.url} is gone; restore it, or start a new run")
+        coordinator = Coordinator(session)
+        machine = TransitionMachine(TransitionSettings(max_failures=self.settings.max_attempts))
+        unfinished = state.transition is not None
+        finish = self._drive(
+            machine,
+            coordinator,
+            events.Started(base=state.record, is_admitted=unfinished, is_dense=bool(state.repair) or unfinished),
+        )
+        self._raise_unless_committed(finish)
+        committed = session.control.read()
+        if committed is not None:
+            hold.announce(committed)
+        return self._report(session, coordinator.outcome, finish)
+
+    def _await_receivers(self, session: Session) -> None:
+        if self.settings.min_receivers == 0:
+            return
+        deadline = Deadline(self._clock, self.settings.join_timeout_s)
+        try:
+            session.members.wait_ready(session.catalog.digest, self.settings.min_receivers, deadline)
+        except DeadlineError as error:
+            raise RejectedError(str(error)) from error
+
+    def _drive(self, machine: TransitionMachine, coordinator: Coordinator, started: events.Started) -> commands.Finish:
+        """Carry out the machine's commands until it ends.
+
+        Raises:
+            OperatorRequiredError: the machine asks for a person.
+        """
+        (command,) = machine.receive(started)
+        while True:
+            match command:
+                case commands.Finish():
+                    return command
+                case commands.AskOperator():
+                    causes = "\n  ".join(command.causes)
+                    gate = "request gates may be closed and stay so" if command.gate_closed else "request gates are open"
+                    raise OperatorRequiredError(
+                        f"the refit cannot go on by itself: {command.reason}\n  {causes}\n{gate}. Mend the cause, then call "
+                        f"refit() again: it sends every element. To see who is where: deltarefit status --run {self._store.url}"
+                    )
+                case _:
+                    (command,) = machine.receive(coordinator.execute(command))
+
+    def _raise_unless_committed(self, finish: commands.Finish) -> None:
+        causes = "; ".join(finish.causes)
+        match finish.outcome:
+            case TransitionOutcome.COMMITTED:
+                return
+            case TransitionOutcome.REJECTED:
+                raise RejectedError(causes)
+            case TransitionOutcome.ABORTED:
+                raise OperatorRequiredError(
+                    f"the refit was aborted: {causes}; policy version {finish.record.policy_version} stays"
+                )
+            case _:
+                raise CommitConflictError(f"another coordinator owns {self._store.url}: {causes}; stop this trainer")
+
+    def _report(self, session: Session, outcome: Outcome, finish: commands.Finish) -> RefitReport:
+        happened: list[StageEvent] = [*outcome.events, *session.log.drain()]
+        return RefitReport(
+            policy_version=finish.record.policy_version,
+            attempts=finish.num_attempts,
+            changed_elements=outcome.changed_elements,
+            total_elements=session.catalog.num_elements,
+            payloads=outcome.payloads,
+            payload_nbytes=outcome.payload_nbytes,
+            sent_nbytes=outcome.sent_nbytes,
+            checkpoint_nbytes=session.catalog.nbytes,
+            stage_s=stage_seconds(happened),
+            refit_s=outcome.t1_s - outcome.t0_s,
+            policy_digest=digest_of_digests(outcome.digests),
+            audited=outcome.audited,
+            receivers=tuple(outcome.receivers),
+            covered=outcome.covered,
+            failures=finish.causes,
+        )
+
+
+def _source_settings(settings: PublisherSettings) -> SourceSettings:
+    return SourceSettings(
+        chunk_nbytes=settings.chunk_nbytes,
+        bucket_nbytes=settings.bucket_nbytes,
+        scan_threads=settings.scan_threads,
+        baseline_directory=Path(settings.baseline_directory) if settings.baseline_directory else None,
+    )

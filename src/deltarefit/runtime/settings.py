@@ -1,0 +1,118 @@
+"""Settings: frozen, validated, unknown keys refused; from Python, TOML or the environment (design section 9)."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+
+from deltarefit.errors import RejectedError
+
+__all__ = ["PublisherSettings", "ReceiverAgentSettings", "parse_nbytes"]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_NBYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_nbytes(text: str | int) -> int:
+    """Bytes from ``4096``, ``"256MiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        RejectedError: not a number with a known unit.
+    """
+    if isinstance(text, int):
+        return text
+    match = _NBYTES.fullmatch(text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise RejectedError(f"size {text!r}: expected a number and B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Settings from plain values; sizes (names ending in ``nbytes``) may be texts such as ``256MiB``."""
+        plain = {key: parse_nbytes(value) if key.endswith("nbytes") else value for key, value in values.items()}
+        try:
+            return msgspec.convert(plain, cls, strict=False)
+        except msgspec.ValidationError as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise RejectedError(f"{cls.__name__}: {error}; known settings: {known}") from error
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], table: str) -> Self:
+        """Settings from one table of a TOML file; a missing table means the defaults."""
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls.from_mapping(tomllib.loads(text).get(table, {}))
+        except tomllib.TOMLDecodeError as error:
+            raise RejectedError(f"{path}: not TOML: {error}") from error
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], prefix: str) -> Self:
+        """Settings from variables ``<prefix><NAME>``; other variables with that prefix are refused."""
+        values = {key[len(prefix) :].lower(): value for key, value in environment.items() if key.startswith(prefix)}
+        return cls.from_mapping(values)
+
+
+class PublisherSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The training side. All ranks must be given the same."""
+
+    min_receivers: int = 1
+    """Refits wait until so many receivers joined. 0 allows a run whose rollout starts later (checklist D14)."""
+    join_timeout_s: float = 600.0
+    """How long the first refit waits for them; loading a large engine takes minutes."""
+    reply_timeout_s: float = 120.0
+    """How long any receiver may take to answer one call, applying an attempt's payloads included."""
+    request_timeout_s: float = 60.0
+    """How long receivers wait for running requests when the request gate closes (checklist D09)."""
+    lease_s: float = 10.0
+    """A coordinator or receiver that showed no sign of life for so long may be replaced."""
+    max_attempts: int = 5
+    """Attempts of one transition before an operator is called (checklist D07)."""
+    retry_pause_s: float = 0.2
+    """Pause before the first retry; doubles each time, up to 30 s."""
+    difference: Literal["difference", "xor", "overwrite"] = "difference"
+    """The encoding used wherever every receiver can take it (design section 5)."""
+    audit_every: int = 1
+    """Receivers prove the whole policy's digest from what they hold at every n-th refit, and at the first; 0 only at the first.
+    It costs them one read of the weights."""
+    bucket_nbytes: int = 512 * 2**20
+    """Input bytes per payload (paper C)."""
+    chunk_nbytes: int = 64 * 2**20
+    """Input bytes per scan (paper C, object storage)."""
+    scan_threads: int = 0
+    """Threads that compare and encode; 0 means one per core that this process may use."""
+    baseline_directory: str = ""
+    """Where to memory-map the baseline; empty keeps it in memory."""
+
+
+class ReceiverAgentSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The rollout side."""
+
+    join_timeout_s: float = 600.0
+    """How long to wait for the trainer to open the run."""
+    lease_s: float = 10.0
+    """Must equal the publisher's: a receiver that could not renew for so long stops applying by itself."""
+    poll_s: float = 0.05
+    """Longest pause between two looks into the mailbox while idle."""
+    request_timeout_s: float = 60.0
+    """How long running requests may keep the request gate from closing."""
+    max_payload_nbytes: int = 8 * 2**30
+    """Larger payloads are refused before they are read."""
