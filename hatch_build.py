@@ -1,47 +1,68 @@
-"""Build hook: compiles the C++ kernels into the package. Without a compiler the package still works, on its numpy twins."""
+"""Build hook: compiles the C++ kernels into the package. Without a compiler the package still works, on its numpy twins.
+
+In a checkout, ``python hatch_build.py`` compiles them in place (wanted after every change of the C++ sources).
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+if TYPE_CHECKING:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+else:
+    try:
+        from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    except ImportError:  # run by hand where hatchling is not installed
+        BuildHookInterface = object
 
-SOURCE = Path("src/deltarefit/kernels/kernels.cpp")
-TARGET = Path("src/deltarefit/kernels/_kernels.so")
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=return-type")
+KERNELS = Path("src/deltarefit/kernels")
+SOURCE = KERNELS / "kernels.cpp"
+TARGET = KERNELS / "_kernels.so"
+FLAGS = (
+    "-O3", "-std=c++17", "-shared", "-fPIC", "-s", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-Wall", "-Wextra", "-Werror=return-type",
+)  # fmt: skip
+"""No -march: the instruction set is chosen at run time. No exceptions: the library needs only libc."""
+
+
+def compile_kernels(root: Path, warn: Callable[[str], object]) -> bool:
+    """Compile the kernels below ``root`` in place. False, with a warning, if that cannot be done; an old library is removed."""
+    target = root / TARGET
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None or not (root / SOURCE).exists():
+        warn("deltarefit: no C++ compiler found; the slow numpy kernels will be used")
+        target.unlink(missing_ok=True)
+        return False
+    scratch = target.with_name(f"_kernels.{os.getpid()}.tmp")
+    command = [compiler, *FLAGS, str(root / SOURCE), "-o", str(scratch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        warn(f"deltarefit: {compiler} failed; the slow numpy kernels will be used\n{done.stderr[-2000:]}")
+        scratch.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        return False
+    scratch.replace(target)
+    return True
 
 
 class KernelBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         del version
         root = Path(self.root)
-        target = root / TARGET
-        if not self._compile(root / SOURCE, target):
+        if not compile_kernels(root, self.app.display_warning):
             return
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["force_include"][str(target)] = "deltarefit/kernels/_kernels.so"
+        build_data["force_include"][str(root / TARGET)] = "deltarefit/kernels/_kernels.so"
 
-    def _compile(self, source: Path, target: Path) -> bool:
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-        if compiler is None or not source.exists():
-            self.app.display_warning("deltarefit: no C++ compiler found; installing with the slow numpy kernels")
-            target.unlink(missing_ok=True)
-            return False
-        scratch = target.with_name(f"_kernels.{os.getpid()}.tmp")
-        done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(scratch)], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            self.app.display_warning(
-                f"deltarefit: {compiler} failed; installing with the slow numpy kernels\n{done.stderr[-2000:]}"
-            )
-            scratch.unlink(missing_ok=True)
-            target.unlink(missing_ok=True)
-            return False
-        scratch.replace(target)
-        return True
+
+if __name__ == "__main__":
+    sys.exit(0 if compile_kernels(Path(__file__).parent, print) else 1)

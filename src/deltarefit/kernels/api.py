@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
 from deltarefit.errors import PayloadInvalidError, RejectedError
-from deltarefit.kernels import twins
+from deltarefit.kernels import native, native_scan, twins
 from deltarefit.kernels.checks import (
     check_group,
     check_injective,
@@ -20,18 +20,14 @@ from deltarefit.kernels.checks import (
     normalise,
     total_elements,
 )
-from deltarefit.kernels.coding import decode_positions, decode_values
+from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
+from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding, ScanResult
 
 __all__ = ["apply", "apply_item", "available_isas", "commit", "digest", "digest_records", "gather", "scan"]
-
-
-def available_isas() -> tuple[Isa, ...]:
-    """The implementations that run on this machine, slowest first."""
-    return (Isa.NUMPY,)
 
 
 def scan(
@@ -62,7 +58,6 @@ def scan(
     Raises:
         RejectedError: words, pieces and spec do not fit each other.
     """
-    del isa
     where = f"scan of {spec}"
     check_words(candidate, f"{where}, candidate")
     check_words(baseline, f"{where}, baseline")
@@ -78,7 +73,9 @@ def scan(
         raise RejectedError(f"{where}: expected a baseline of {total_elements(group)} words, got {baseline.size}")
     if not group:
         return ScanResult(None, TensorDigest())
-    return twins.scan(spec, candidate, baseline, group, encoding, everything=everything)
+    if (chosen := resolve(isa)) is Isa.NUMPY:
+        return twins.scan(spec, candidate, baseline, group, encoding, everything=everything)
+    return native_scan.scan(spec, candidate, baseline, group, encoding, everything=everything, isa=chosen)
 
 
 def _check_target(storage: Words, pieces: Sequence[Piece], value_dtype: np.dtype[np.generic], where: str) -> None:
@@ -117,7 +114,6 @@ def apply(
         RejectedError: storage, pieces and values do not fit each other. Nothing was written.
         PayloadInvalidError: positions do not ascend or differ in number from the values. Nothing was written.
     """
-    del isa
     held = normalise(tuple(pieces))
     check_words(values, "apply, values")
     check_pieces(held, storage, "apply")
@@ -126,9 +122,14 @@ def apply(
         raise PayloadInvalidError(
             f"apply: expected {values.size} int64 positions, got {positions.dtype} of shape {positions.shape}"
         )
-    if positions.size and (positions[0] < 0 or bool((np.diff(positions) <= 0).any())):
+    if (chosen := resolve(isa)) is Isa.NUMPY:
+        ascending = not positions.size or (positions[0] >= 0 and bool((np.diff(positions) > 0).all()))
+        applied = twins.apply(storage, held, positions, values, encoding) if ascending else -1
+    else:
+        applied = native.apply_positions(storage, held, common_cast(held), positions, values, encoding, chosen)
+    if applied < 0:
         raise PayloadInvalidError("apply: expected strictly ascending positions from 0")
-    return twins.apply(storage, held, positions, values, encoding)
+    return applied
 
 
 def apply_item(storage: Words, pieces: Sequence[Piece], item: CodedItem, *, isa: Isa | None = None) -> int:
@@ -142,7 +143,13 @@ def apply_item(storage: Words, pieces: Sequence[Piece], item: CodedItem, *, isa:
     held = normalise(tuple(pieces))
     check_pieces(held, storage, where, item.spec)
     _check_target(storage, held, item.spec.word_dtype, where)
-    return apply(storage, pieces, decode_positions(item), decode_values(item), item.encoding, isa=isa)
+    check_columns(item)
+    if (chosen := resolve(isa)) is not Isa.NUMPY:
+        applied = native.apply_columns(storage, held, common_cast(held), item, chosen)
+        if applied >= 0:
+            return applied
+    # The twin, or the words for what the compiled decoder refused.
+    return twins.apply(storage, held, decode_positions(item), decode_values(item), item.encoding)
 
 
 def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> Words:
@@ -151,11 +158,14 @@ def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
     Raises:
         RejectedError: storage and pieces do not fit each other.
     """
-    del isa
     check_words(storage, "gather, storage")
     held = normalise(tuple(pieces))
     check_pieces(held, storage, "gather")
-    return twins.gather(storage, held)
+    if resolve(isa) is Isa.NUMPY:
+        return twins.gather(storage, held)
+    gathered = np.empty(total_elements(held), storage.dtype)
+    native.copy_pieces(gathered, storage, held)
+    return gathered
 
 
 def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> None:
@@ -170,7 +180,6 @@ def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: I
     Raises:
         RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
     """
-    del isa
     check_words(candidate, "commit, candidate")
     check_words(baseline, "commit, baseline")
     check_writeable(baseline, "commit, baseline")
@@ -179,7 +188,10 @@ def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: I
     if baseline.dtype != candidate.dtype or baseline.size != total_elements(held):
         expected = f"{total_elements(held)} words {candidate.dtype}"
         raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
-    twins.commit(baseline, candidate, held)
+    if resolve(isa) is Isa.NUMPY:
+        twins.commit(baseline, candidate, held)
+    else:
+        native.copy_pieces(baseline, candidate, held)
 
 
 def digest(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> TensorDigest:
@@ -189,11 +201,12 @@ def digest(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
         RejectedError: storage and pieces do not fit each other.
         BaseMismatchError: a widened element has low bits set, so it is no 16-bit float.
     """
-    del isa
     check_words(storage, "digest, storage")
     held = normalise(tuple(pieces))
     check_pieces(held, storage, "digest")
-    return twins.digest(storage, held)
+    if (chosen := resolve(isa)) is Isa.NUMPY:
+        return twins.digest(storage, held)
+    return native.digest(storage, held, common_cast(held), chosen)
 
 
 def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | None = None) -> TensorDigest:
@@ -202,8 +215,9 @@ def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | Non
     Raises:
         RejectedError: the arrays do not fit each other, or an index is negative.
     """
-    del isa
     check_words(bits, "digest of records, bits")
     if flat_index.dtype != np.int64 or flat_index.shape != bits.shape or (flat_index.size and int(flat_index.min()) < 0):
         raise RejectedError(f"digest of records: expected {bits.size} int64 flat indices from 0, got {flat_index.dtype}")
-    return digest_of_elements(flat_index, bits)
+    if resolve(isa) is Isa.NUMPY:
+        return digest_of_elements(flat_index, bits)
+    return native.digest_elements(flat_index, bits)

@@ -22,6 +22,7 @@ __all__ = [
     "common_cast",
     "normalise",
     "total_elements",
+    "widened_text",
 ]
 
 MAX_POSITION = 2**62 - 1
@@ -117,3 +118,11 @@ def check_injective(pieces: Sequence[Piece], what: str) -> None:
             raise RejectedError(f"{what}: piece {piece} visits flat indices out of order, expected a box of a row-major tensor")
         if any(n > 1 and s == 0 for n, s in zip(piece.storage.shape, piece.storage.stride, strict=True)):
             raise RejectedError(f"{what}: piece {piece} writes one storage element for several flat indices")
+
+
+def widened_text(flat_index: int) -> str:
+    """The error for a widened element whose low bits are set."""
+    return (
+        f"widened element of flat index {flat_index}: expected its low 16 bits to be 0; "
+        "the parameter was changed by something other than a refit"
+    )

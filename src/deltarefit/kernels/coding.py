@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "code_locations",
     "code_records",
     "code_values",
+    "decode_gaps",
     "decode_positions",
     "decode_values",
     "is_dense_smaller",
@@ -89,7 +91,7 @@ def split_planes(words: NDArray[Any]) -> tuple[Plane, ...]:
     return tuple(np.ascontiguousarray(columns[:, byte]) for byte in range(words.dtype.itemsize))
 
 
-def join_planes(planes: tuple[Plane, ...]) -> Words:
+def join_planes(planes: Sequence[Plane]) -> Words:
     """Undo ``split_planes``."""
     joined = np.empty((planes[0].size, len(planes)), np.uint8)
     for byte, plane in enumerate(planes):
@@ -194,15 +196,18 @@ def check_columns(item: CodedItem) -> None:
         raise _invalid(item, f"expected start 0, got {item.start}")
 
 
-def _gaps_from_bytes(item: CodedItem) -> NDArray[np.int64]:
-    stream = item.location_planes[0]
+def _gaps_of_bytes(stream: Plane) -> NDArray[np.int64]:
+    """The gaps that a GAPS stream ends; escapes after the last one are left out."""
     ends = np.flatnonzero(stream != ESCAPE)
-    if ends.size != item.count or ends[-1] != stream.size - 1:
-        raise _invalid(
-            item, f"gap bytes end {ends.size} gaps and {stream.size - 1 - (ends[-1] if ends.size else -1)} are left over"
-        )
     escapes = np.diff(ends, prepend=np.int64(-1)) - 1
     return np.asarray(escapes * ESCAPE + stream[ends], np.int64)
+
+
+def decode_gaps(planes: Sequence[Plane], form: LocationForm) -> NDArray[np.int64]:
+    """Gaps of trusted location planes; undoes ``code_locations`` for the forms that have planes."""
+    if form is LocationForm.GAPS:
+        return _gaps_of_bytes(planes[0])
+    return join_planes(planes).astype(np.int64)
 
 
 def decode_positions(item: CodedItem) -> NDArray[np.int64]:
@@ -215,7 +220,11 @@ def decode_positions(item: CodedItem) -> NDArray[np.int64]:
     if item.location_form is LocationForm.RUN:
         return np.arange(item.start, item.start + item.count, dtype=np.int64)
     if item.location_form is LocationForm.GAPS:
-        gaps = _gaps_from_bytes(item)
+        gaps = _gaps_of_bytes(item.location_planes[0])
+        if gaps.size != item.count or item.location_planes[0][-1] == ESCAPE:
+            raise _invalid(
+                item, f"expected gap bytes that end {item.count} gaps, got {gaps.size}, or the last byte is an escape"
+            )
     else:
         wide = join_planes(item.location_planes)
         if int(wide.max()) >= item.spec.num_elements:

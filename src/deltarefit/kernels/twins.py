@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import BaseMismatchError
-from deltarefit.kernels.checks import total_elements
+from deltarefit.kernels.checks import total_elements, widened_text
 from deltarefit.kernels.coding import code_locations, code_values, gaps_of, is_dense_smaller, smallest_form, totals_of
 from deltarefit.kernels.mix import digest_of_elements
 from deltarefit.pieces import Cast, Piece, StridedView
@@ -175,10 +175,7 @@ def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:
         index = _flat_indices(box.canonical)
         if box.cast is Cast.WIDEN:
             if low := np.flatnonzero(bits & np.uint32(0xFFFF)).tolist():
-                raise BaseMismatchError(
-                    f"widened element of flat index {index[low[0]]}: expected its low 16 bits to be 0, got "
-                    f"0x{int(bits[low[0]]) & 0xFFFF:04x}; the parameter was changed by something other than a refit"
-                )
+                raise BaseMismatchError(widened_text(int(index[low[0]])))
             bits = (bits >> np.uint32(16)).astype(np.uint16)
         total += digest_of_elements(index, bits)
     return total

@@ -1,0 +1,303 @@
+// Shared by all instruction sets: plain types, unaligned loads, the digest's keys, tables of pieces and their walkers.
+// Nothing here allocates, throws or writes outside what its caller handed in.
+#ifndef DELTAREFIT_COMMON_H
+#define DELTAREFIT_COMMON_H
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "stored words are little-endian; a big-endian build needs byte swaps that nobody has written"
+#endif
+
+namespace deltarefit {
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i64 = int64_t;
+
+constexpr u32 ESCAPE = 255;  // a gap byte that means: add 255 and go on
+
+enum Encoding { OVERWRITE = 0, DIFFERENCE = 1, XOR = 2 };
+enum Form { RUN = 0, GAPS = 1 };  // 2, 4 and 8 are the widths of wide gaps
+
+// Words may start at any byte (a memory-mapped file's tensor does), so every access goes through memcpy.
+template <class U>
+static inline U load(const u8* from) {
+  U word;
+  memcpy(&word, from, sizeof word);
+  return word;
+}
+template <class U>
+static inline void store(u8* to, U word) {
+  memcpy(to, &word, sizeof word);
+}
+
+// --- digest keys (design note 0004; mix.py states the same in numpy) --------------------------------------------------------
+
+constexpr i64 BLOCK_DIGITS = 1024;
+constexpr u64 GOLDEN = 0x9E3779B97F4A7C15ull;
+
+static constexpr u64 finalise(u64 z) {  // splitmix64
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+struct DigitKeys {
+  u32 lane0[BLOCK_DIGITS];
+  u32 lane1[BLOCK_DIGITS];
+  u64 pair[BLOCK_DIGITS];           // lane0 | lane1 << 32
+  u64 before0[BLOCK_DIGITS + 1];    // sums of the keys before a digit: what the '+ 1' of whole digits adds
+  u64 before1[BLOCK_DIGITS + 1];
+};
+
+static constexpr DigitKeys make_digit_keys() {
+  DigitKeys keys{};
+  for (i64 i = 0; i < BLOCK_DIGITS; i++) {
+    keys.lane0[i] = u32(finalise(0x64656C7461726566ull + u64(i + 1) * GOLDEN) >> 32) | 1;
+    keys.lane1[i] = u32(finalise(0x69742D6469676974ull + u64(i + 1) * GOLDEN) >> 32) | 1;
+    keys.pair[i] = keys.lane0[i] | u64(keys.lane1[i]) << 32;
+    keys.before0[i + 1] = keys.before0[i] + keys.lane0[i];
+    keys.before1[i + 1] = keys.before1[i] + keys.lane1[i];
+  }
+  return keys;
+}
+
+alignas(64) static constexpr DigitKeys KEYS = make_digit_keys();
+
+static inline u64 block_key0(u64 block) { return finalise(0x626C6F636B2D6B65ull + (block + 1) * GOLDEN) | 1; }
+static inline u64 block_key1(u64 block) { return finalise(0x79732D6C616E6531ull + (block + 1) * GOLDEN) | 1; }
+
+// Sums of one block of digits, folded into the lanes when the block changes.
+struct Lanes {
+  u64 lane0 = 0, lane1 = 0, block = 0, sum0 = 0, sum1 = 0;
+  inline void enter(u64 next) {
+    if (next == block) return;
+    fold();
+    block = next;
+  }
+  inline void fold() {
+    lane0 += sum0 * block_key0(block);
+    lane1 += sum1 * block_key1(block);
+    sum0 = sum1 = 0;
+  }
+};
+
+// Elements of U in one block, in one digit, and the value that a digit full of elements of zero bits has ('+ 1' each).
+template <class U>
+struct DigitLayout {
+  static constexpr i64 PER_DIGIT = sizeof(U) < 4 ? 4 / sizeof(U) : 1;
+  static constexpr i64 DIGITS = sizeof(U) == 8 ? 2 : 1;
+  static constexpr i64 BLOCK_ELEMENTS = BLOCK_DIGITS * PER_DIGIT / DIGITS;
+  static constexpr u64 PRESENCE = sizeof(U) == 1 ? 0x01010101 : sizeof(U) == 2 ? 0x00010001 : 1;
+};
+
+// --- pieces -----------------------------------------------------------------------------------------------------------------
+
+constexpr int MAX_AXES = 64;
+
+// A table of normalised pieces: for each [axes, canonical offset, storage offset, then (length, canonical stride, storage
+// stride) per axis], all in elements. Python checked it: no piece is empty and every position lies inside its storage.
+struct PieceView {
+  i64 naxes, canonical, storage;
+  const i64* axes;
+  i64 length(i64 axis) const { return axes[3 * axis]; }
+  i64 canonical_stride(i64 axis) const { return axes[3 * axis + 1]; }
+  i64 storage_stride(i64 axis) const { return axes[3 * axis + 2]; }
+  i64 last() const {
+    i64 at = canonical;
+    for (i64 axis = 0; axis < naxes; axis++) at += (length(axis) - 1) * canonical_stride(axis);
+    return at;
+  }
+  i64 num_elements() const {
+    i64 n = 1;
+    for (i64 axis = 0; axis < naxes; axis++) n *= length(axis);
+    return n;
+  }
+};
+
+static inline const i64* read_piece(const i64* table, PieceView& piece) {
+  piece = {table[0], table[1], table[2], table + 3};
+  return table + 3 + 3 * table[0];
+}
+
+// Walks the runs of one piece. A run is a stretch of consecutive flat indices: the innermost axis if its canonical stride is 1,
+// else a single element.
+struct RunCursor {
+  PieceView piece;
+  i64 outer;                      // axes that are stepped from run to run
+  i64 length, stride;             // elements of a run and their step in storage
+  i64 index[MAX_AXES];
+  i64 canonical, storage;         // of the current run's first element
+
+  void open(const PieceView& view) {
+    piece = view;
+    const i64 inner = view.naxes - 1;
+    const bool runs = view.canonical_stride(inner) == 1;
+    outer = runs ? inner : view.naxes;
+    length = runs ? view.length(inner) : 1;
+    stride = runs ? view.storage_stride(inner) : 1;
+    canonical = view.canonical;
+    storage = view.storage;
+    for (i64 axis = 0; axis < outer; axis++) index[axis] = 0;
+  }
+
+  bool next() { return bump(outer - 1); }
+
+  // Step axis `axis` once, carrying outwards; inner axes are expected to stand at 0. False at the piece's end.
+  bool bump(i64 axis) {
+    for (; axis >= 0; axis--) {
+      canonical += piece.canonical_stride(axis);
+      storage += piece.storage_stride(axis);
+      if (++index[axis] < piece.length(axis)) return true;
+      rewind(axis);
+    }
+    return false;
+  }
+
+  void rewind(i64 axis) {
+    canonical -= index[axis] * piece.canonical_stride(axis);
+    storage -= index[axis] * piece.storage_stride(axis);
+    index[axis] = 0;
+  }
+
+  // Stand on the run that holds the piece's element number `element`; returns the place inside it.
+  i64 seek_element(i64 element) {
+    open(piece);
+    i64 run = element / length;
+    for (i64 axis = outer - 1; axis >= 0; axis--) {
+      index[axis] = run % piece.length(axis);
+      run /= piece.length(axis);
+      canonical += index[axis] * piece.canonical_stride(axis);
+      storage += index[axis] * piece.storage_stride(axis);
+    }
+    return element % length;
+  }
+
+  // Stand on the first run that ends after `position` (which no earlier run of the cursor's past does). The piece ascends, so
+  // axis by axis division finds it. False if there is none.
+  bool seek_position(i64 position) {
+    open(piece);
+    i64 rest = position - canonical;
+    if (rest <= 0) return true;
+    for (i64 axis = 0; axis < outer; axis++) {
+      const i64 step = rest / piece.canonical_stride(axis);
+      if (step >= piece.length(axis)) return bump(axis - 1);
+      index[axis] = step;
+      canonical += step * piece.canonical_stride(axis);
+      storage += step * piece.storage_stride(axis);
+      rest -= step * piece.canonical_stride(axis);
+    }
+    return rest < length || next();
+  }
+};
+
+// Walks the runs of all pieces of a table, piece after piece.
+struct TableWalker {
+  const i64* after;               // the rest of the table
+  i64 left;                       // pieces not opened yet
+  bool done = false;
+  RunCursor run;
+  i64 place = 0;                  // elements of the current run already taken
+
+  TableWalker(const i64* table, i64 pieces, i64 element = 0) : after(table), left(pieces) {
+    while (open_next()) {
+      const i64 size = run.piece.num_elements();
+      if (element < size) {
+        place = element ? run.seek_element(element) : 0;
+        return;
+      }
+      element -= size;
+    }
+  }
+  bool open_next() {
+    if (!left) {
+      done = true;
+      return false;
+    }
+    PieceView piece;
+    after = read_piece(after, piece);
+    left--;
+    run.open(piece);
+    return true;
+  }
+  i64 position() const { return run.canonical + place; }
+  i64 address() const { return run.storage + place * run.stride; }
+  i64 left_in_run() const { return run.length - place; }
+  void take(i64 elements) {
+    place += elements;
+    if (place < run.length) return;
+    place = 0;
+    if (!run.next()) open_next();
+  }
+};
+
+// --- calls (mirrored by ctypes structures in native.py; sizes are compared at load time) ------------------------------------
+
+enum ScanStatus : i64 { SCAN_DONE = 0, SCAN_FULL = 1, SCAN_WIDEN_GAPS = 2 };
+
+struct ScanCall {
+  const u8* candidate;
+  const u8* baseline;
+  const i64* table;
+  u8* scratch;            // scratch_nbytes(), see kernels.cpp
+  u8* locations[8];
+  u8* values[8];
+  i64 pieces;
+  i64 width;              // bytes of an element
+  i64 encoding;
+  i64 form;               // of the emitted locations; RUN: none are emitted
+  i64 everything;         // emit unchanged elements too
+  i64 location_capacity;  // bytes in each location plane
+  i64 value_capacity;     // bytes in each value plane
+  // progress, kept from call to call
+  i64 scanned;            // elements, in piece order
+  i64 count;              // elements emitted
+  i64 location_nbytes;    // bytes emitted in each location plane
+  i64 first;              // flat index of the first emitted element
+  i64 last;               // of the last one; -1 before
+  i64 escapes;            // sum of gap / 255
+  i64 max_gap;
+  i64 inner_gaps;         // nonzero once a gap after the first element was not 0
+  i64 pending_gap;        // on SCAN_WIDEN_GAPS: the largest gap of the chunk that did not fit
+  i64 pending_count;      // on SCAN_FULL: elements of the chunk that did not fit
+  i64 pending_nbytes;     // and the bytes of each location plane that they need
+  u64 lane0, lane1;       // digest change
+};
+
+struct ApplyCall {
+  u8* storage;
+  const i64* table;
+  const i64* positions;   // null: the item's columns below
+  const u8* words;        // values that go with positions
+  const u8* locations[8];
+  const u8* values[8];
+  i64 pieces;
+  i64 width;              // bytes of a value
+  i64 widen;              // storage words are twice as wide and take the value in their upper half
+  i64 encoding;
+  i64 form;
+  i64 start;
+  i64 count;
+  i64 location_nbytes;
+  i64 num_elements;       // of the canonical tensor
+};
+
+struct DigestCall {
+  const u8* storage;
+  const i64* table;
+  u8* scratch;
+  i64 pieces;
+  i64 width;              // bytes of a canonical element
+  i64 widen;
+  i64 offender;           // flat index of a widened element with low bits, or -1
+  u64 lane0, lane1;
+};
+
+}  // namespace deltarefit
+
+#endif

@@ -1,0 +1,172 @@
+// The compiled half of deltarefit.kernels: hot loops over stored bits, loaded with ctypes (so the interpreter lock is free).
+//
+//   scan.inc    compare a shard with its baseline, emit locations and value planes of what differs
+//   apply.inc   decode an item and change storage through pieces
+//   digest.inc  the position-keyed digest over pieces
+//   common.h    types, digest keys, walkers over tables of pieces, the structures of each call
+//
+// The .inc files are included once per instruction set and chosen at run time; the numpy twins in twins.py give the same bits.
+// Python validates sizes, bounds and overflow before it calls; the checks here are those that need the payload's bytes.
+// Build: `python hatch_build.py`, or g++ -O3 -std=c++17 -shared -fPIC kernels.cpp. -DDELTAREFIT_NO_X86 leaves intrinsics out.
+
+#include "common.h"
+
+#if !defined(DELTAREFIT_NO_X86) && (defined(__x86_64__) || defined(__amd64__))
+#define DELTAREFIT_X86 1
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says so of its own intrinsics (GCC bug 105593)
+#endif
+#include <immintrin.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+
+#define ISA_LEVEL 1
+#define TARGET
+namespace deltarefit {
+namespace portable {
+#include "scan.inc"
+#include "apply.inc"
+#include "digest.inc"
+}  // namespace portable
+}  // namespace deltarefit
+#undef TARGET
+#undef ISA_LEVEL
+
+#ifdef DELTAREFIT_X86
+
+#define ISA_LEVEL 2
+#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
+namespace deltarefit {
+namespace avx2 {
+#include "scan.inc"
+#include "apply.inc"
+#include "digest.inc"
+}  // namespace avx2
+}  // namespace deltarefit
+#undef TARGET
+#undef ISA_LEVEL
+
+#define ISA_LEVEL 3
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx2,bmi,bmi2,popcnt,lzcnt")))
+namespace deltarefit {
+namespace avx512 {
+#include "scan.inc"
+#include "apply.inc"
+#include "digest.inc"
+}  // namespace avx512
+}  // namespace deltarefit
+#undef TARGET
+#undef ISA_LEVEL
+
+#endif
+
+namespace deltarefit {
+
+// Copy pieces of `from` to consecutive elements of `to`.
+template <class U>
+static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces) {
+  constexpr i64 W = sizeof(U);
+  for (TableWalker walker(table, pieces); !walker.done;) {
+    const i64 n = walker.left_in_run(), stride = walker.run.stride;
+    const u8* x = from + walker.address() * W;
+    if (stride == 1) {
+      memcpy(to, x, size_t(n * W));
+    } else {
+      for (i64 i = 0; i < n; i++) store<U>(to + i * W, load<U>(x + i * stride * W));
+    }
+    to += n * W;
+    walker.take(n);
+  }
+}
+
+template <class U>
+static void digest_elements(const i64* index, const u8* bits, i64 n, Lanes& lanes) {
+  for (i64 i = 0; i < n; i++) portable::add_stretch<U>(bits + i * i64(sizeof(U)), index[i], 1, lanes);
+}
+
+}  // namespace deltarefit
+
+using namespace deltarefit;
+
+// Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
+API i64 deltarefit_abi() { return 1; }
+
+API i64 deltarefit_call_nbytes(i64 which) {
+  const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
+  return which >= 0 && which < 3 ? sizes[which] : -1;
+}
+
+// The best instruction set here: 1 portable, 2 AVX2, 3 AVX-512.
+API i64 deltarefit_best_isa() {
+#ifdef DELTAREFIT_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                    __builtin_cpu_supports("popcnt");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi2");
+  return avx2 && avx512 ? 3 : avx2 ? 2 : 1;
+#else
+  return 1;
+#endif
+}
+
+API i64 deltarefit_scan_scratch_nbytes(i64 width) {
+  switch (width) {
+    case 1: return portable::scan_scratch_nbytes<u8>();
+    case 2: return portable::scan_scratch_nbytes<u16>();
+    case 4: return portable::scan_scratch_nbytes<u32>();
+    default: return portable::scan_scratch_nbytes<u64>();
+  }
+}
+
+API i64 deltarefit_scan(ScanCall* call, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::scan(*call);
+  if (isa == 2) return avx2::scan(*call);
+#endif
+  (void)isa;
+  return portable::scan(*call);
+}
+
+// Elements changed, or a negative ApplyStatus, in which case nothing was written.
+API i64 deltarefit_apply(const ApplyCall* call, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::apply(*call);
+  if (isa == 2) return avx2::apply(*call);
+#endif
+  (void)isa;
+  return portable::apply(*call);
+}
+
+API void deltarefit_digest(DigestCall* call, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::digest(*call);
+  if (isa == 2) return avx2::digest(*call);
+#endif
+  (void)isa;
+  portable::digest(*call);
+}
+
+// Digest of n single elements: lanes[0] and lanes[1].
+API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64 width, u64* lanes) {
+  Lanes sums;
+  switch (width) {
+    case 1: digest_elements<u8>(index, bits, n, sums); break;
+    case 2: digest_elements<u16>(index, bits, n, sums); break;
+    case 4: digest_elements<u32>(index, bits, n, sums); break;
+    default: digest_elements<u64>(index, bits, n, sums); break;
+  }
+  sums.fold();
+  lanes[0] = sums.lane0;
+  lanes[1] = sums.lane1;
+}
+
+API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width) {
+  switch (width) {
+    case 1: return copy_pieces<u8>(to, from, table, pieces);
+    case 2: return copy_pieces<u16>(to, from, table, pieces);
+    case 4: return copy_pieces<u32>(to, from, table, pieces);
+    default: return copy_pieces<u64>(to, from, table, pieces);
+  }
+}
