@@ -14,10 +14,11 @@ from deltarefit.transport.base import (
     check_payload,
     payload_digest,
 )
-from deltarefit.transport.beacon import Beacon, BeaconReading, BeaconWatch, Sighting, read_beacons
+from deltarefit.transport.beacon import Beacon, BeaconReading, BeaconWatch, Sighting, read_beacon, read_beacons
 from deltarefit.transport.mailbox import Mail, Mailbox, MailboxSettings
 from deltarefit.transport.manifest import Manifest, OwnerEnd
 from deltarefit.transport.memory import MemoryTransport
+from deltarefit.transport.node_cache import NodeCache, shared_directory
 from deltarefit.transport.object_store import (
     ManifestWriter,
     ObjectStoreSender,
@@ -44,6 +45,7 @@ __all__ = [
     "Manifest",
     "ManifestWriter",
     "MemoryTransport",
+    "NodeCache",
     "ObjectInfo",
     "ObjectStoreSender",
     "ObjectStoreSource",
@@ -59,8 +61,10 @@ __all__ = [
     "check_payload",
     "open_run",
     "payload_digest",
+    "read_beacon",
     "read_beacons",
     "read_manifest",
     "retry",
+    "shared_directory",
     "sweep_attempts",
 ]

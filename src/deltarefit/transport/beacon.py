@@ -18,7 +18,7 @@ from deltarefit.transport import keys
 from deltarefit.transport.base import Clock
 from deltarefit.transport.stores import RunStore
 
-__all__ = ["Beacon", "BeaconReading", "BeaconWatch", "Sighting", "read_beacons"]
+__all__ = ["Beacon", "BeaconReading", "BeaconWatch", "Sighting", "read_beacon", "read_beacons"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_NBYTES = 64 << 10
@@ -76,6 +76,17 @@ def read_beacons(store: RunStore, prefix: str = keys.MEMBERS) -> list[BeaconRead
         if reading.name == keys.name_of_member(info.key):
             readings.append(reading)
     return readings
+
+
+def read_beacon(store: RunStore, key: str) -> BeaconReading | None:
+    """The beacon at this key; None if there is none, or something else."""
+    data = store.find(key, max_nbytes=_MAX_NBYTES)
+    try:
+        reading = None if data is None else msgspec.msgpack.decode(data, type=BeaconReading)
+    except (msgspec.DecodeError, ValueError) as error:
+        _LOG.warning("%s is not a beacon, skipped: %s", key, error)
+        return None
+    return reading if reading is not None and reading.name == keys.name_of_member(key) else None
 
 
 @dataclass(frozen=True, slots=True)
