@@ -6,8 +6,12 @@ May import ``errors``, ``ids``, msgspec and the standard library's values; impor
 
 from deltarefit.protocol.commands import Command, TransitionOutcome
 from deltarefit.protocol.commit import CommitRequest, PrepareRequest
+from deltarefit.protocol.delivery import Arrival, Completion, Delivery, EndMarker, PrepareAttempt, Verdict, end_digest
 from deltarefit.protocol.events import Event, UnfinishedAttempt
 from deltarefit.protocol.lease import LeaseSettings, LeaseVerdict, LeaseWatch, SelfFence
+from deltarefit.protocol.membership import Member, Membership, MemberStatus, RetirementProof
+from deltarefit.protocol.owner import BindOwner, OwnerMachine, OwnerPhase
+from deltarefit.protocol.reception import NEXT_PHASE, Phase, Reception, ReceptionSettings
 from deltarefit.protocol.record import (
     AdmittedTransition,
     AttemptState,
@@ -17,6 +21,7 @@ from deltarefit.protocol.record import (
     decode_control,
     encode_control,
 )
+from deltarefit.protocol.resident import Doubt, Resident
 from deltarefit.protocol.transition import (
     NEXT_STATE,
     IllegalEventError,
@@ -27,20 +32,38 @@ from deltarefit.protocol.transition import (
 )
 
 __all__ = [
+    "NEXT_PHASE",
     "NEXT_STATE",
     "AdmittedTransition",
+    "Arrival",
     "AttemptState",
+    "BindOwner",
     "Command",
     "CommitOutcome",
     "CommitRecord",
     "CommitRequest",
+    "Completion",
     "ControlState",
+    "Delivery",
+    "Doubt",
+    "EndMarker",
     "Event",
     "IllegalEventError",
     "LeaseSettings",
     "LeaseVerdict",
     "LeaseWatch",
+    "Member",
+    "MemberStatus",
+    "Membership",
+    "OwnerMachine",
+    "OwnerPhase",
+    "Phase",
+    "PrepareAttempt",
     "PrepareRequest",
+    "Reception",
+    "ReceptionSettings",
+    "Resident",
+    "RetirementProof",
     "SelfFence",
     "Signal",
     "TransitionMachine",
@@ -48,6 +71,8 @@ __all__ = [
     "TransitionSettings",
     "TransitionState",
     "UnfinishedAttempt",
+    "Verdict",
     "decode_control",
     "encode_control",
+    "end_digest",
 ]

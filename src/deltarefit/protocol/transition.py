@@ -6,14 +6,8 @@ from deltarefit.ids import AttemptId, BaselineId, PolicyVersion
 from deltarefit.protocol import commands as c
 from deltarefit.protocol import events as e
 from deltarefit.protocol.record import CommitRecord
-from deltarefit.protocol.transition_rules import (
-    IllegalEventError,
-    Memory,
-    TransitionSettings,
-    command_of,
-    remember,
-    signal_of,
-)
+from deltarefit.protocol.transition_memory import IllegalEventError, Memory, TransitionSettings, command_of
+from deltarefit.protocol.transition_rules import remember, signal_of
 from deltarefit.protocol.transition_table import NEXT_STATE, Signal, TransitionState
 
 __all__ = ["NEXT_STATE", "IllegalEventError", "Signal", "TransitionMachine", "TransitionSettings", "TransitionState"]

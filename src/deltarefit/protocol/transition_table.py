@@ -8,7 +8,7 @@ The machine does nothing itself. It is told what happened (``events``), and answ
 Three things make it up:
 
 * ``NEXT_STATE``, below: state x signal -> state. The whole control flow. Whatever is not in it is an error.
-* ``command_of`` (transition_rules.py): each state but NEW waits for one command to be answered, and gives that command when it
+* ``command_of`` (transition_memory.py): each state but NEW waits for one command to be answered, and gives that command when it
   is *entered*. So a transition that stopped is taken up again by entering the state once more.
 * ``signal_of`` (transition_rules.py): turns an event into a signal, looking at a few facts that are remembered (``Memory``):
   was the transition admitted, how often did it fail, was an abort asked for. All guards are there.
