@@ -8,8 +8,10 @@ import numpy as np
 import zstandard
 from hypothesis import strategies as st
 
+from deltarefit import kernels
 from deltarefit.canonical import DTYPE_NBYTES, TensorSpec
-from deltarefit.payload import encode
+from deltarefit.errors import PayloadInvalidError
+from deltarefit.payload import Limits, decode, encode
 from deltarefit.payload.layout import (
     DIGEST_PERSON,
     FLAG_KEYED,
@@ -30,6 +32,8 @@ ID = {
     "plan_digest": "00112233445566778899aabbccddeeff",
 }
 KEY = bytes(range(32))
+SMALL = Limits(payload_nbytes=2**20, decompressed_nbytes=2**22, items=200, name_nbytes=2**12)
+"""So that no altered size costs a test more than a few megabytes."""
 
 
 def planes_of(words, nbytes):
@@ -188,6 +192,26 @@ def set_field(data, name, value):
     values = list(HEADER.unpack_from(data))
     values[names.index(name)] = value
     return sealed(struct.pack(HEADER.format, *values) + data[HEADER.size :])
+
+
+def decode_soundly(data, key=None):
+    """Decode or refuse; whatever comes out must be safe to apply. Checked element by element, as ``apply`` relies on it."""
+    try:
+        payload = decode(data, key=key, limits=SMALL)
+    except PayloadInvalidError:
+        return
+    seen = {}
+    for item in payload.items:
+        assert len(item.value_planes) == item.spec.element_nbytes
+        assert all(plane.size == item.count for plane in item.value_planes)
+        assert isinstance(item.encoding, Encoding)
+        positions = kernels.decode_positions(item)
+        assert positions.size == item.count
+        assert (np.diff(positions) > 0).all()
+        assert 0 <= positions[0] <= positions[-1] < item.spec.num_elements
+        before = seen.setdefault(item.spec.name, set())
+        assert before.isdisjoint(positions.tolist())
+        before.update(positions.tolist())
 
 
 # Strategies

@@ -1,18 +1,20 @@
 """Round trips of anything, and refusal of anything else."""
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payload_cases import ID, KEY, Draft, as_plain, items, sample, sealed
+from payload_cases import ID, KEY, Draft, as_plain, decode_soundly, items, sample, sealed
 
 from deltarefit import kernels
 from deltarefit.canonical import Catalog
 from deltarefit.errors import PayloadInvalidError
-from deltarefit.payload import Limits, decode, encode
+from deltarefit.payload import decode, encode
 from deltarefit.payload.layout import HEADER
-from deltarefit.records import Encoding
 
-_SMALL = Limits(payload_nbytes=2**20, decompressed_nbytes=2**22, items=200, name_nbytes=2**12)
+_HARNESS = runpy.run_path(str(Path(__file__).parents[1] / "fuzz" / "fuzz_decode.py"))
 
 
 def _examples(number):
@@ -42,7 +44,7 @@ def test_kernels_read_the_same_positions_from_decoded_items(coded):
 @_examples(150)
 @given(st.binary(max_size=400), st.booleans())
 def test_arbitrary_bytes_are_a_payload_or_refused(data, has_header):
-    _decode_or_refuse(sample()[: HEADER.size] + data if has_header else data)
+    decode_soundly(sample()[: HEADER.size] + data if has_header else data)
 
 
 @_examples(250)
@@ -55,7 +57,7 @@ def test_altered_payloads_with_a_fitting_digest_are_sound_or_refused(data):
         nbytes = data.draw(st.integers(0, 8))
         altered[start : start + nbytes] = data.draw(st.binary(max_size=8))
     altered[136:144] = len(altered).to_bytes(8, "little")
-    _decode_or_refuse(sealed(bytes(altered)))
+    decode_soundly(sealed(bytes(altered)))
 
 
 @_examples(250)
@@ -73,7 +75,7 @@ def test_altered_tables_and_planes_are_sound_or_refused(data):
         else:
             draft.dimensions[data.draw(st.integers(0, len(draft.dimensions) - 1))] = data.draw(st.integers(0, 2**64 - 1))
     draft.fields["num_changed"] = min(sum(draft.columns["count"]), 2**64 - 1)
-    _decode_or_refuse(draft.build())
+    decode_soundly(draft.build())
 
 
 @_examples(100)
@@ -86,21 +88,9 @@ def test_no_other_key_opens_a_payload(key):
     raise AssertionError("opened with another key")
 
 
-def _decode_or_refuse(data):
-    """Whatever comes out must be safe to apply: this is what apply relies on."""
-    try:
-        payload = decode(data, limits=_SMALL)
-    except PayloadInvalidError:
-        return
-    seen = {}
-    for item in payload.items:
-        assert len(item.value_planes) == item.spec.element_nbytes
-        assert all(plane.size == item.count for plane in item.value_planes)
-        assert isinstance(item.encoding, Encoding)
-        positions = kernels.decode_positions(item)
-        assert positions.size == item.count
-        assert (np.diff(positions) > 0).all()
-        assert 0 <= positions[0] <= positions[-1] < item.spec.num_elements
-        before = seen.setdefault(item.spec.name, set())
-        assert before.isdisjoint(positions.tolist())
-        before.update(positions.tolist())
+@_examples(60)
+@given(st.binary(max_size=300))
+def test_fuzzing_harness_works_without_its_fuzzer(data):
+    """So that tests/fuzz/fuzz_decode.py still runs when somebody needs it."""
+    _HARNESS["check"](data)
+    _HARNESS["check"](sample() + data)

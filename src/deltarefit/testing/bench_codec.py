@@ -72,7 +72,8 @@ def run(
     Returns:
         ``table2``: rows of noise_std, changed, overwrite_nbytes, xor_nbytes, difference_nbytes.
         ``layouts``: rows of change_rate, changed, paper_nbytes, nbytes, floor_nbytes; of whole payloads under the other
-        encodings, xor_nbytes and overwrite_nbytes; and ratios: to_paper, to_floor, and floor_to_paper, below which to_paper cannot fall.
+        encodings, xor_nbytes and overwrite_nbytes; and ratios: to_paper, to_floor, and floor_to_paper, below which to_paper
+        cannot fall.
         ``training``: the same, with step.
         ``zstd_version``, ``notes``: what to know when numbers differ.
     """
