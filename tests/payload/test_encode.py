@@ -9,11 +9,13 @@ import pytest
 import zstandard
 from payload_cases import ID, KEY, Draft, as_plain, item, sample, sample_items
 
+from deltarefit import kernels
 from deltarefit.canonical import DTYPE_NBYTES, Catalog, TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.ids import PayloadId, attempt_id
 from deltarefit.payload import Limits, decode, encode, read_header
 from deltarefit.payload.frames import PLANE_PARAMETERS
+from deltarefit.pieces import Piece, whole
 from deltarefit.records import Encoding, LocationForm
 
 
@@ -42,6 +44,19 @@ def test_every_dtype_keeps_its_bits_at_its_own_width(dtype, encoding):
     assert as_plain(decode(data).items[0]) == as_plain(coded)
     values = [row for row in Draft.of(data).rows if row[0] >= 16]
     assert [(row[1], row[2], row[4]) for row in values] == [(spec.element_nbytes, n, 3) for n in range(spec.element_nbytes)]
+
+
+def test_elements_beyond_2_31_arrive(tmp_path):
+    """In a sparse file: 2 GiB of address space, a few pages of disk."""
+    spec = TensorSpec("w", "U8", (3, 2**30))
+    coded = item(spec, [7, 2**31 - 1, 2**31, 3 * 2**30 - 1], [1, 2, 3, 255], Encoding.DIFFERENCE, LocationForm.WIDE4)
+    storage = np.memmap(tmp_path / "storage", np.uint8, "w+", shape=(spec.num_elements,))
+    storage[2**31] = 250
+    view = whole(spec.shape)
+    found = decode(encode([coded], **ID)).items[0]
+    assert kernels.apply_item(storage, [Piece(view, view).normalised()], found) == 4
+    assert [int(storage[at]) for at in (7, 2**31 - 1, 2**31, 3 * 2**30 - 1)] == [1, 2, 253, 255]
+    assert (tmp_path / "storage").stat().st_blocks * 512 < 2**20
 
 
 def test_location_bytes_of_a_run_are_none():

@@ -35,7 +35,7 @@ def test_refusals_name_the_payload_and_the_tensor():
         decode(data, **arguments)
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", [None, KEY], ids=["unkeyed", "keyed"])
 def test_every_flipped_bit_is_refused_before_anything_is_decompressed(key, monkeypatch):
     data = bytearray(sample(key))
     monkeypatch.setattr("deltarefit.payload.decoder.open_frame", lambda *_, **__: pytest.fail("opened a frame"))
