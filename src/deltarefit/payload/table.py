@@ -84,12 +84,12 @@ def unpack_table(table: bytes, header: PayloadHeader, catalog: Catalog | None, l
         )
     if max(columns["rank"]) > MAX_RANK:
         refuse(where, f"item table: a tensor of rank {max(columns['rank'])}, expected at most {MAX_RANK}")
-    dimensions = np.frombuffer(table, "<u8", sum(columns["rank"]), position).tolist()
+    dimensions = np.frombuffer(table, "<u8", sum(columns["rank"]), position)
     rows = []
     axis = 0
     for number in range(header.num_items):
         name_end = names_at + columns["name_nbytes"][number]
-        shape = tuple(dimensions[axis : axis + columns["rank"][number]])
+        shape = tuple(dimensions[axis : axis + columns["rank"][number]].tolist())
         reader = _RowReader(header, number, {column: values[number] for column, values in columns.items()})
         rows.append(reader.read(table[names_at:name_end], shape, catalog))
         axis += len(shape)
