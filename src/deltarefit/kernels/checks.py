@@ -13,6 +13,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.pieces import Cast, Piece
 
 __all__ = [
+    "MAX_AXES",
     "MAX_POSITION",
     "check_group",
     "check_injective",
@@ -25,6 +26,8 @@ __all__ = [
     "widened_text",
 ]
 
+MAX_AXES = 64
+"""Axes of a normalised piece that the compiled walkers hold (common.h)."""
 MAX_POSITION = 2**62 - 1
 """Largest flat index or storage position; sums of two stay inside a signed 64-bit integer."""
 
@@ -85,6 +88,8 @@ def check_pieces(pieces: Sequence[Piece], storage: Words, what: str, spec: Tenso
         raise RejectedError(f"{what}: widened pieces need 4-byte storage words, got {storage.dtype}")
     limit = MAX_POSITION + 1 if spec is None else spec.num_elements
     for piece in pieces:
+        if len(piece.canonical.shape) > MAX_AXES:
+            raise RejectedError(f"{what}: piece of {len(piece.canonical.shape)} axes, expected at most {MAX_AXES}")
         if piece.storage.last >= storage.size:
             raise RejectedError(
                 f"{what}: piece {piece.storage} reaches element {piece.storage.last}, expected fewer than {storage.size}"

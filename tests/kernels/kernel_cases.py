@@ -9,7 +9,7 @@ import numpy as np
 
 from deltarefit.canonical import WORDS, TensorSpec
 from deltarefit.kernels import Isa, available_isas
-from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces, whole
+from deltarefit.pieces import Cast, Piece, StridedView, whole
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
 COMPILED = [isa for isa in available_isas() if isa is not Isa.NUMPY]
@@ -75,24 +75,22 @@ class Shard:
     storage_elements: int
 
 
+def _positions(view: StridedView) -> np.ndarray:
+    """Positions of a view in row-major order, axis by axis."""
+    positions = np.array([view.offset], np.int64)
+    for length, stride in zip(view.shape, view.stride, strict=True):
+        positions = np.add.outer(positions, np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    return positions
+
+
 def storage_indices(pieces: tuple[Piece, ...]) -> np.ndarray:
-    """Storage positions in piece order, by plain enumeration."""
-    found = [
-        piece.storage.offset + sum(i * s for i, s in zip(index, piece.storage.stride, strict=True))
-        for piece in (p.normalised() for p in pieces)
-        for index in np.ndindex(*piece.storage.shape)
-    ]
-    return np.array(found, np.int64)
+    """Storage positions in piece order."""
+    return np.concatenate([_positions(piece.normalised().storage) for piece in pieces])
 
 
 def flat_indices(pieces: tuple[Piece, ...]) -> np.ndarray:
-    """Flat indices in piece order, by plain enumeration."""
-    found = [
-        piece.canonical.offset + sum(i * s for i, s in zip(index, piece.canonical.stride, strict=True))
-        for piece in (p.normalised() for p in pieces)
-        for index in np.ndindex(*piece.canonical.shape)
-    ]
-    return np.array(found, np.int64)
+    """Flat indices in piece order."""
+    return np.concatenate([_positions(piece.normalised().canonical) for piece in pieces])
 
 
 def contiguous(width: int, count: int) -> Shard:
@@ -186,6 +184,3 @@ def box_pieces(rng: np.random.Generator, shape: tuple[int, ...], storage_width: 
         place += step + int(rng.integers(0, 4))
     spec = TensorSpec("boxes", DTYPES[storage_width if cast is Cast.SAME else 2], shape)
     return Shard(spec, tuple(pieces), place), math.prod(shape)
-
-
-__all__ = ["merge_pieces"]
