@@ -110,7 +110,7 @@ class Coordinator:
         self._bound: _Attempt | None = None
         self._num_builds = 0
         self._candidate = f"{session.holder}-{session.ids.nonce()}"
-        self.outcome = Outcome(t0_s=session.clock.monotonic_s())
+        self.outcome = Outcome()
 
     def execute(self, command: commands.Command) -> events.Event:
         """Carry out one command (all but AskOperator and Finish, which the caller handles)."""
@@ -292,6 +292,8 @@ class Coordinator:
     def _run_schedule(self) -> events.Event:
         """Algorithm B.1, synchronous: gates close while owners compare and send; receivers apply what arrives."""
         session, bound = self._session, self._the_attempt()
+        if self._num_builds == 0:
+            self.outcome.t0_s = session.clock.monotonic_s()
         try:
             opening = self._post(bound, messages.OpenApply(bound.attempt))
             replies = self._build(bound)

@@ -29,7 +29,7 @@ from deltarefit.runtime.messages import Call, Failure, Membership, Reply, RunNot
 from deltarefit.runtime.planning import summarise
 from deltarefit.runtime.session import COORDINATOR, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.transport import Beacon, Mail, Mailbox, ObjectStoreSource, keys, open_run, read_beacons
+from deltarefit.transport import Beacon, Mail, Mailbox, ObjectStoreSource, keys, open_run, read_beacon
 
 __all__ = ["Receiver"]
 
@@ -237,10 +237,8 @@ class Receiver:
         return True
 
     def _notice(self) -> RunNotice | None:
-        for reading in read_beacons(self._store, keys.CONTROL):
-            if reading.name == COORDINATOR:
-                return decode_message(reading.info, RunNotice, sender="beacon of the coordinator")
-        return None
+        reading = read_beacon(self._store, keys.control(COORDINATOR))
+        return None if reading is None else decode_message(reading.info, RunNotice, sender="beacon of the coordinator")
 
     def _show(self, **changes: object) -> None:
         self._membership = msgspec.structs.replace(self._membership, **changes)

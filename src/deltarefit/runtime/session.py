@@ -27,7 +27,7 @@ from deltarefit.runtime.members import Members
 from deltarefit.runtime.messages import RunNotice, encode_message
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.settings import PublisherSettings
-from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacons
+from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacon
 
 __all__ = ["COORDINATOR", "MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings", "record_store"]
 
@@ -115,9 +115,8 @@ class RunHold:
         watch = LeaseWatch(self._lease)
         while True:
             asked_s = self._clock.monotonic_s()
-            beat = next(
-                (f"{r.nonce}/{r.counter}" for r in read_beacons(self.store, keys.CONTROL) if r.name == COORDINATOR), None
-            )
+            reading = read_beacon(self.store, keys.control(COORDINATOR))
+            beat = None if reading is None else f"{reading.nonce}/{reading.counter}"
             verdict = watch.observe(beat, asked_s=asked_s, now_s=self._clock.monotonic_s())
             if verdict is LeaseVerdict.ALIVE:
                 raise RejectedError(

@@ -163,11 +163,11 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
 
 def _greet(listener: Listener, children: Sequence[Child], say: Say) -> None:
     """Give every child its link; a child that dies before it connects ends the demo with its log's last lines."""
+    by_role = {child.role: child for child in children}
     links = [Child.accept(listener, children) for _ in children]  # all connect at once; then each loads its model
     for link in links:
         hello = link.expect(wire.Hello, _START_TIMEOUT_S)
-        child = next(child for child in children if child.role == hello.role)
-        child.adopt(link)
+        by_role[hello.role].adopt(link)
         say(f"  {hello.role}: {hello.note}")
 
 

@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
     dist.init_process_group("gloo", init_method=Path(options.rendezvous).as_uri(), rank=rank, world_size=world_size)
     try:
         trainer = Trainer(rank, world_size, options)
-        link.send(wire.Hello(f"trainer {rank}", f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters, bf16"))
+        link.send(wire.Hello(f"trainer-{rank}", f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters, bf16"))
         serve(trainer, link)
         trainer.publisher.close()
         link.send(wire.Stopped())

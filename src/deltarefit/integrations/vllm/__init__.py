@@ -14,7 +14,14 @@ from deltarefit.integrations.vllm.plugin import BACKEND, register
 if TYPE_CHECKING:
     from deltarefit.integrations.vllm.driver import VllmEngine
 
-__all__ = ["BACKEND", "VllmEngine", "register"]
+__all__ = ["BACKEND", "VllmEngine", "engine_driver", "register"]
+
+
+def engine_driver(target: Any, *, request_gate: Any, key: bytes | None) -> Any:
+    """The driver that ``Receiver.attach(target, ...)`` uses."""
+    from deltarefit.integrations.vllm.driver import VllmEngine
+
+    return VllmEngine(target, request_gate=request_gate, key=key)
 
 
 def __getattr__(name: str) -> Any:

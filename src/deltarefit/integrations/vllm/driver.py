@@ -41,6 +41,7 @@ class VllmEngine:
         in_flight: InFlight = "wait",
         directory: Path | None = None,
         key_file: Path | None = None,
+        key: bytes | None = None,
         call_timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
         request_gate: LocalGate | None = None,
@@ -49,8 +50,9 @@ class VllmEngine:
         """Nothing is asked of the engine before the first operation.
 
         ``in_flight`` says what becomes of running requests; ``directory`` is where to make the exchange directory (default:
-        shared memory, else the temporary directory); ``key_file`` holds the run's key, if it has one; ``call_timeout_s``
-        bounds each call except the wait for running requests.
+        shared memory, else the temporary directory); ``key_file`` holds the run's key, if it has one, or ``key`` is the key itself,
+        handed to the ranks through a private file that is removed at once; ``call_timeout_s`` bounds each call except the wait
+        for running requests.
         """
         self.request_gate = request_gate if request_gate is not None else LocalGate()
         self._calls: VllmCalls = calls_for(
@@ -58,6 +60,7 @@ class VllmEngine:
         )
         self._parent = directory
         self._key_file = key_file
+        self._key = key
         self._call_timeout_s = call_timeout_s
         self._ids = ids if ids is not None else RandomIds()
         self._exchange: Exchange | None = None
@@ -168,10 +171,14 @@ class VllmEngine:
 
     def _meet(self) -> Exchange:
         exchange = Exchange(create_directory(self._parent), f"driver-{self._ids.nonce()}")
+        key_file = self._key_file.resolve() if self._key_file is not None else None
+        if self._key is not None:
+            key_file = exchange.directory / "key"  # the directory is readable by this user only
+            key_file.write_bytes(self._key)
         info = {
             "directory": str(exchange.directory),
             "session": exchange.session,
-            "key_file": str(self._key_file.resolve()) if self._key_file is not None else "",
+            "key_file": str(key_file) if key_file is not None else "",
         }
         try:
             _translated("init_weight_transfer_engine", lambda: self._calls.init(info))
@@ -185,6 +192,8 @@ class VllmEngine:
             exchange.remove()
             raise
         exchange.clear(0)
+        if self._key is not None:
+            (exchange.directory / "key").unlink()
         self._exchange = exchange
         return exchange
 

@@ -1,0 +1,53 @@
+"""The ``status`` command."""
+
+from __future__ import annotations
+
+import click
+
+from deltarefit.cli._output import emit, guarded, json_option, print_table
+
+__all__ = ["status"]
+
+
+@click.command()
+@click.option("--run", "run", required=True, help="The run's URL, as the trainer and the receivers name it.")
+@click.option("--watch", "watch_s", type=float, default=3.0, show_default=True, help="Seconds to watch for signs of life.")
+@json_option
+@guarded
+def status(*, run: str, watch_s: float, as_json: bool) -> None:
+    """Show who takes part in a run, which policy version is committed, and which attempt is under way."""
+    from deltarefit.runtime.clock import RandomIds, SystemClock
+    from deltarefit.runtime.status import RunStatus, read_status
+
+    found = read_status(run, clock=SystemClock(), ids=RandomIds(), watch_s=watch_s)
+
+    def human(shown: RunStatus = found) -> None:
+        click.echo(f"policy version {shown.policy_version} is committed (digest {shown.policy_digest or 'unknown'})")
+        alive = "alive" if shown.coordinator_is_alive else "no sign of life"
+        click.echo(
+            f"coordinator: {shown.coordinator or 'none'}" + (f", epoch {shown.epoch}, {alive}" if shown.coordinator else "")
+        )
+        if shown.attempt:
+            click.echo(f"attempt: {shown.attempt} ({shown.attempt_mode}), required: {', '.join(shown.required) or 'none'}")
+        if shown.repair:
+            click.echo(f"the next refit sends every element: {shown.repair}")
+        if shown.abort:
+            click.echo(f"an abort was asked for: {shown.abort}")
+        if not shown.receivers:
+            click.echo("no receivers")
+            return
+        columns = ["receiver", "engine", "alive", "ready", "holds version", "refusal"]
+        rows = [
+            [
+                r.receiver,
+                r.engine,
+                "yes" if r.is_alive else "NO",
+                "yes" if r.is_ready else "no",
+                "-" if r.policy_version is None else str(r.policy_version),
+                r.refusal,
+            ]
+            for r in shown.receivers
+        ]
+        print_table(columns, rows)
+
+    emit(found, as_json=as_json, human=human)
