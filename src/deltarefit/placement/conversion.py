@@ -118,8 +118,8 @@ def _verify(
     smallest = min((array.size for array in ids.values() if array.size), default=1)
     passes = min(_MAX_VERIFY_PASSES, max(_VERIFY_PASSES, _SMALL // smallest))
     reasons: dict[str, str] = {}
-    for _ in range(passes):
-        bits = {spec.name: random_words(spec.dtype, spec.num_elements, generator) for spec in space.specs.values()}
+    for turn in range(passes):
+        bits = {spec.name: random_words(spec.dtype, spec.num_elements, generator, turn=turn) for spec in space.specs.values()}
         outputs = _run(convert, space.specs.values(), lambda name, b=bits: b[name].copy())  # type: ignore[misc]
         _require_same(specs, {name: spec for name, (spec, _) in outputs.items()})
         for name, (spec, words) in outputs.items():

@@ -52,7 +52,8 @@ def digit_words(dtype: str, first_id: int, count: int, digit: int) -> Words:
     if base**digit >= first_id + count:  # all zero; and the power may not fit a word
         return np.full(count, _table(dtype, base)[0])
     ids = np.arange(first_id, first_id + count, dtype=np.int64)
-    return _table(dtype, base)[ids // base**digit % base]
+    words: Words = _table(dtype, base)[ids // base**digit % base]
+    return words
 
 
 def add_digit(ids: Ids, dtype: str, words: Words, digit: int) -> None:
@@ -102,8 +103,11 @@ def special_words(dtype: str) -> Words:
     return np.array(_SPECIAL.get(dtype, ()), dtype=word_dtype(dtype))
 
 
-def random_words(dtype: str, count: int, generator: np.random.Generator) -> Words:
-    """Random stored bits, shape [count], the special patterns of the dtype scattered among them. Bools stay 0 or 1."""
+def random_words(dtype: str, count: int, generator: np.random.Generator, *, turn: int = 0) -> Words:
+    """Random stored bits, shape [count], the special patterns of the dtype scattered among them. Bools stay 0 or 1.
+
+    ``turn`` numbers the passes over one tensor: a tensor too small for all special patterns meets them one after another.
+    """
     width = word_dtype(dtype)
     if dtype == "BOOL":
         return generator.integers(0, 2, count, dtype=width)
@@ -111,7 +115,7 @@ def random_words(dtype: str, count: int, generator: np.random.Generator) -> Word
     special = special_words(dtype)
     if special.size and count:
         places = generator.permutation(count)[: max(1, min(count // 4, 4 * special.size))]
-        words[places] = generator.permutation(np.resize(special, places.size))
+        words[places] = np.resize(np.roll(special, -turn * places.size), places.size)
     return words
 
 

@@ -1,1 +1,28 @@
+"""The rollout side of one rank: learn where an engine's loader puts weights, then change stored bits in place.
 
+Knows torch; imports ``placement``, ``kernels``, ``payload`` and ``bits``. Imports no engine: a module and its loader are
+handed in. Paper 6, A.2; design section 4; design note 0006.
+"""
+
+from deltarefit.receiver.rank import RankReceiver
+from deltarefit.receiver.report import (
+    MergedReport,
+    PrewarmReport,
+    RankDigest,
+    TensorRoute,
+    merge_digests,
+    merge_reports,
+)
+from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
+
+__all__ = [
+    "ApplyPath",
+    "MergedReport",
+    "PrewarmReport",
+    "RankDigest",
+    "RankReceiver",
+    "ReceiverSettings",
+    "TensorRoute",
+    "merge_digests",
+    "merge_reports",
+]

@@ -1,0 +1,136 @@
+"""What prewarm tells the coordinator, and how the reports of several ranks add up. Plain values that travel as msgspec."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.errors import BaseMismatchError
+from deltarefit.records import Encoding
+
+__all__ = ["MergedReport", "PrewarmReport", "RankDigest", "TensorRoute", "merge_digests", "merge_reports"]
+
+
+class TensorRoute(msgspec.Struct, frozen=True):
+    """How one rank takes changes of one canonical tensor."""
+
+    kind: str
+    """``pieces``: straight to storage. ``scratch``: through the engine's loader. ``skipped``: this rank holds none of it."""
+    encodings: tuple[int, ...]
+    """Encodings that this rank can take, best first; empty if skipped (it takes whatever comes)."""
+    cast: str = "same"
+    """``same``, ``widen``, or ``opaque`` if the loader computes."""
+    reason: str = ""
+    """Why it is not plain pieces."""
+    num_elements: int = 0
+    """Canonical elements that this rank holds."""
+    num_pieces: int = 0
+    coverage: str = ""
+    """Equal for ranks that hold the same canonical elements; empty if unknown."""
+    is_dense: bool = False
+    """Whether every element must be sent each time: the loader's computation cannot be masked."""
+
+
+class PrewarmReport(msgspec.Struct, frozen=True):
+    """What one rank learned."""
+
+    routes: dict[str, TensorRoute]
+    """One per name of the catalog."""
+    fingerprint: str
+    """32 hex digits over the model's layout, the catalog and all routes; changes when a new prewarm is needed."""
+    unreached: dict[str, int]
+    """Elements that no canonical tensor reaches, by the name of the parameter or buffer (padding, caches, constants)."""
+    misreported: tuple[str, ...] = ()
+    """Names that the loader returned as loaded although nothing was written for them here."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Pairs of canonical tensors that share all their storage, such as a tied head and its embedding."""
+    num_storages: int = 0
+    resident_nbytes: int = 0
+    scratch_nbytes: int = 0
+    """Host memory reserved for tensors that go through the loader."""
+
+
+class MergedReport(msgspec.Struct, frozen=True):
+    """The reports of all ranks of all required receivers, as the plan needs them."""
+
+    encodings: dict[str, int]
+    """Per tensor the best encoding that every rank can take."""
+    dense: tuple[str, ...]
+    """Tensors of which every element must be sent each time."""
+    unheld: tuple[str, ...]
+    """Tensors of which no rank holds anything."""
+
+
+class RankDigest(msgspec.Struct, frozen=True):
+    """The digest of the elements of one canonical tensor that one rank holds."""
+
+    coverage: str
+    """Equal key: the same canonical elements."""
+    num_elements: int
+    lane0: int
+    lane1: int
+
+    @property
+    def digest(self) -> TensorDigest:
+        return TensorDigest(self.lane0, self.lane1)
+
+
+def merge_reports(reports: Iterable[PrewarmReport], catalog: Catalog) -> MergedReport:
+    """What all ranks can take."""
+    listed = list(reports)
+    encodings: dict[str, int] = {}
+    dense: list[str] = []
+    unheld: list[str] = []
+    for name in catalog:
+        routes = [report.routes[name] for report in listed]
+        held = [route for route in routes if route.kind != "skipped"]
+        common = [code for code in _preference(held) if all(code in route.encodings for route in held)]
+        encodings[name] = common[0] if common else int(Encoding.OVERWRITE)
+        if any(route.is_dense for route in held):
+            dense.append(name)
+        if not held and catalog[name].num_elements:
+            unheld.append(name)
+    return MergedReport(encodings, tuple(dense), tuple(unheld))
+
+
+def _preference(held: Sequence[TensorRoute]) -> tuple[int, ...]:
+    return held[0].encodings if held else (int(Encoding.DIFFERENCE),)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of these patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def merge_digests(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog) -> dict[str, TensorDigest | None]:
+    """The digest of each whole canonical tensor, summed over the ranks of one receiver.
+
+    None where the ranks' parts do not add up to the whole tensor, so that nothing can be proved: it goes through the loader, or
+    ranks hold parts that overlap in part.
+
+    Raises:
+        BaseMismatchError: two ranks hold different bits for the same elements.
+    """
+    merged: dict[str, TensorDigest | None] = {}
+    disagreeing: list[str] = []
+    for name, spec in catalog.items():
+        parts: dict[str, tuple[int, RankDigest]] = {}
+        for rank, digests in enumerate(per_rank):
+            digest = digests.get(name)
+            if digest is None:
+                continue
+            first_rank, first = parts.setdefault(digest.coverage, (rank, digest))
+            if first != digest:
+                disagreeing.append(f"{name} (ranks {first_rank} and {rank})")
+        held = sum(digest.num_elements for _, digest in parts.values())
+        total = sum((digest.digest for _, digest in parts.values()), TensorDigest())
+        merged[name] = total if held == spec.num_elements else None
+    if disagreeing:
+        raise BaseMismatchError(
+            f"{len(disagreeing)} tensors have different bits on ranks that hold the same elements, first {disagreeing[:3]}; "
+            "repair the receiver by a dense overwrite"
+        )
+    return merged

@@ -1,0 +1,184 @@
+"""From what was learned of a loader to one route per canonical tensor, with every refusal named."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltarefit.canonical import DTYPE_NBYTES, TensorSpec
+from deltarefit.pieces import Cast, Piece, StridedView
+from deltarefit.placement.learn import LearnedLoader
+from deltarefit.placement.overlap import Claim, colliding
+from deltarefit.placement.run import Home
+from deltarefit.receiver.report import TensorRoute
+from deltarefit.receiver.trial import TrialResult
+from deltarefit.records import Encoding
+
+__all__ = ["HeldPieces", "aliases_and_collisions", "held_pieces", "pieces_route", "scratch_route", "unreached_elements"]
+
+_ALL = (int(Encoding.DIFFERENCE), int(Encoding.XOR), int(Encoding.OVERWRITE))
+_OVERWRITE_ONLY = (int(Encoding.OVERWRITE),)
+_FILL = "\0constant of "
+_MAX_REPLICA_PIECES = 512
+"""Above this many pieces that share elements, no digest is kept: finding replicas compares all pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPieces:
+    """The elements of one tensor that a rank holds, each listed once, and further copies of them."""
+
+    primary: tuple[tuple[int, Piece], ...]
+    """(number of the home, piece); disjoint in the canonical tensor."""
+    replicas: tuple[tuple[tuple[int, Piece], tuple[int, Piece]], ...]
+    """Pairs of a further copy and the primary one of the same elements."""
+    coverage: str
+    num_elements: int
+
+
+def held_pieces(homes: Iterable[Home]) -> HeldPieces | None:
+    """Sort pieces into first and further homes; None if they share elements in part only."""
+    pieces = [(number, piece) for number, home in enumerate(homes) for piece in home.pieces]
+    claims = [Claim(str(place), "", piece.canonical, 1) for place, (_, piece) in enumerate(pieces)]
+    primary = pieces
+    replicas: list[tuple[tuple[int, Piece], tuple[int, Piece]]] = []
+    if len(pieces) > 1 and colliding(claims):
+        if len(pieces) > _MAX_REPLICA_PIECES:
+            return None
+        by_view: dict[StridedView, tuple[int, Piece]] = {}
+        primary = []
+        for entry in pieces:
+            first = by_view.setdefault(entry[1].canonical, entry)
+            if first is entry:
+                primary.append(entry)
+            else:
+                replicas.append((entry, first))
+        if colliding(Claim(str(place), "", piece.canonical, 1) for place, (_, piece) in enumerate(primary)):
+            return None
+    views = sorted((piece.canonical for _, piece in primary), key=lambda view: (view.offset, view.shape, view.stride))
+    text = ";".join(f"{view.offset},{view.shape},{view.stride}" for view in _joined(views))
+    key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return HeldPieces(tuple(primary), tuple(replicas), key, sum(piece.num_elements for _, piece in primary))
+
+
+def _joined(views: list[StridedView]) -> list[StridedView]:
+    """Runs that touch become one, so that ranks which cut the same elements differently have the same key."""
+    joined: list[StridedView] = []
+    for view in views:
+        last = joined[-1] if joined else None
+        if last is not None and last.stride == view.stride == (1,) and last.offset + last.shape[0] == view.offset:
+            joined[-1] = StridedView(last.offset, (last.shape[0] + view.shape[0],), (1,))
+        else:
+            joined.append(view)
+    return joined
+
+
+def pieces_route(homes: tuple[Home, ...], held: HeldPieces | None, *, is_alias: bool, has_low_bits: bool) -> TensorRoute:
+    """The route of a tensor that goes straight to storage."""
+    casts = {piece.cast for home in homes for piece in home.pieces}
+    reason = ""
+    if is_alias:
+        reason = "shares its storage with another tensor; overwrites only"
+    elif has_low_bits:
+        reason = "resident values have more bits than the canonical dtype; overwrites only"
+    return TensorRoute(
+        kind="pieces",
+        encodings=_OVERWRITE_ONLY if reason else _ALL,
+        cast="widen" if Cast.WIDEN in casts else "same",
+        reason=reason,
+        num_elements=sum(p.num_elements for h in homes for p in h.pieces) if held is None else held.num_elements,
+        num_pieces=sum(len(home.pieces) for home in homes),
+        coverage="" if held is None or has_low_bits else held.coverage,
+    )
+
+
+def scratch_route(spec: TensorSpec, trial: TrialResult) -> TensorRoute:
+    """The route of a tensor that goes through the engine's loader."""
+    return TensorRoute(
+        kind="scratch",
+        encodings=_OVERWRITE_ONLY,
+        cast="opaque",
+        reason=trial.reason,
+        num_elements=spec.num_elements,
+        is_dense=trial.is_dense,
+    )
+
+
+def claims_of(learned: LearnedLoader) -> list[Claim]:
+    """Every element of storage that the loader writes, with the tensor it belongs to."""
+    claims = [
+        Claim(name, home.storage.key, piece.storage, home.width)
+        for name, homes in learned.homes.items()
+        for home in homes
+        for piece in home.pieces
+    ]
+    for name, opaque in learned.opaque.items():
+        claims += [
+            Claim(name, w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in {w.key: w for w in opaque.writes}.values()
+        ]
+    fills = {(write.current, write.key): write for write in learned.fills}
+    claims += [Claim(f"{_FILL}{w.current}", w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in fills.values()]
+    return claims
+
+
+def aliases_and_collisions(learned: LearnedLoader, claims: Iterable[Claim]) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Pairs of tensors that share all their storage element by element, and refusals for every other shared byte."""
+    aliases: list[tuple[str, str]] = []
+    refused: dict[str, str] = {}
+    for first, second in sorted(colliding(claims)):
+        fills = [name.removeprefix(_FILL) for name in (first, second) if name.startswith(_FILL)]
+        names = [name for name in (first, second) if not name.startswith(_FILL)]
+        if len(fills) == 2:
+            continue
+        if fills:
+            if fills[0] != names[0]:
+                refused[names[0]] = f"the loader overwrites elements of it with a constant when it loads {fills[0]}"
+        elif first == second:
+            if first not in learned.opaque:
+                refused[first] = "the loader writes the same bytes twice with different elements of it"
+        elif _same_homes(learned.homes.get(first), learned.homes.get(second)):
+            aliases.append((first, second))
+        else:
+            refused[first] = f"the loader writes the same bytes for {second}; which one wins depends on their order"
+    return aliases, refused
+
+
+def _same_homes(first: tuple[Home, ...] | None, second: tuple[Home, ...] | None) -> bool:
+    if first is None or second is None:
+        return False
+    return _pairs(first) == _pairs(second)
+
+
+def _pairs(homes: tuple[Home, ...]) -> set[tuple[str, int, Piece]]:
+    return {(home.storage.key, home.width, piece) for home in homes for piece in home.pieces}
+
+
+def unreached_elements(tensors: Mapping[str, tuple[str, StridedView, int]], claims: Iterable[Claim]) -> dict[str, int]:
+    """Elements of each parameter or buffer that no claim covers, where there are any.
+
+    ``tensors``: per name the storage's key, the view, and bytes an element.
+    """
+    bounds: dict[str, list[tuple[int, int, int]]] = {}
+    for claim in {(c.storage, c.view, c.width): c for c in claims}.values():
+        if claim.view.num_elements:
+            bounds.setdefault(claim.storage, []).append(
+                (claim.first_byte, claim.end_byte, claim.view.num_elements * claim.width)
+            )
+    arrays = {key: np.array(rows, dtype=np.int64) for key, rows in bounds.items()}
+    unreached: dict[str, int] = {}
+    for name, (key, view, width) in tensors.items():
+        if not view.num_elements:
+            continue
+        low, high = view.first * width, (view.last + 1) * width
+        rows = arrays.get(key)
+        covered = 0
+        if rows is not None:
+            inside = (rows[:, 0] >= low) & (rows[:, 1] <= high)
+            covered = int(rows[inside, 2].sum()) // width
+            if not covered and bool(((rows[:, 0] < high) & (rows[:, 1] > low)).any()):
+                continue  # a wider write covers it
+        if covered < view.num_elements:
+            unreached[name] = view.num_elements - covered
+    return unreached

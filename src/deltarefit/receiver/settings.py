@@ -1,0 +1,44 @@
+"""Settings of one rank's receiver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from deltarefit.errors import RejectedError
+
+__all__ = ["ApplyPath", "ReceiverSettings"]
+
+
+class ApplyPath(Enum):
+    """How changed elements reach storage."""
+
+    COMPILED = "compiled"
+    """Straight to their addresses through pieces; the engine's loader only for tensors that fit no piece."""
+    SCRATCH = "scratch"
+    """Every item through a scratch tensor and the engine's loader, as in the paper (6.1). The plain twin."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSettings:
+    """How a rank receives. All have defaults that are right for an unpacked model."""
+
+    path: ApplyPath = ApplyPath.COMPILED
+    verify_writes: bool = False
+    """Check every write after it was made (paper Fig. A.12)."""
+    may_lack: tuple[str, ...] = ()
+    """Patterns (as in file names) of parameters that no canonical tensor reaches, and that is right so."""
+    may_be_empty: tuple[str, ...] = ()
+    """Patterns of parameters of shape (0,) that were not emptied by weight packing."""
+    layout_tag: str = ""
+    """Whatever else decides where the engine puts weights: its version, its options. A change asks for a new prewarm."""
+    cross_check: int = 16
+    """Tensors whose learned pieces are compared at prewarm with what the loader does to random bits; 0 for none."""
+    snapshot_nbytes: int = 256 * 2**20
+    """A model up to this size is copied for the time of prewarm, so that a loader that writes behind the hook does no harm."""
+    torch_writes: bool = False
+    """Write host memory with torch operations too, as memory of an accelerator is. For tests."""
+
+    def __post_init__(self) -> None:
+        if self.cross_check < 0 or self.snapshot_nbytes < 0:
+            raise RejectedError(f"receiver settings: cross_check and snapshot_nbytes must not be negative, got {self}")
