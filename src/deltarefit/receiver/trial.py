@@ -20,7 +20,7 @@ from deltarefit.placement.digits import random_words
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.run import OpaqueWrites, run_loader
 from deltarefit.placement.shadow import Shadow, byte_bounds
-from deltarefit.placement.storages import StorageMap
+from deltarefit.placement.storages import ModelStorage, StorageMap
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 
 __all__ = ["TrialResult", "try_loader"]
