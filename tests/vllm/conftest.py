@@ -112,8 +112,13 @@ def fake_llm() -> FakeLLM:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory) -> Path:
-    """A tiny Qwen3-MoE checkpoint, version 0 of every refit here."""
-    from deltarefit.testing.checkpoints import write_tiny_checkpoint
+def versions(tmp_path_factory) -> Path:
+    """A directory with three policies ``v0``, ``v1``, ``v2`` of a tiny Qwen3-MoE; each changes 3 % of the one before."""
+    from deltarefit.testing.checkpoints import load_tensors, perturbed, write_checkpoint, write_tiny_checkpoint
 
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("v0") / "qwen3_moe")
+    work = tmp_path_factory.mktemp("versions")
+    tensors = load_tensors(write_tiny_checkpoint(work / "v0", "qwen3_moe"))
+    for number in (1, 2):
+        tensors = perturbed(tensors, 0.03, seed=number)
+        write_checkpoint(work / f"v{number}", tensors, like=work / "v0")
+    return work

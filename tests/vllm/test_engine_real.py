@@ -1,0 +1,101 @@
+"""Real vLLM engines: after a refit, bits, tokens and logprobs are those of a fresh engine that loaded the new weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+
+def run_scenario(name: str, work: Path) -> dict:
+    program = Path(__file__).with_name("engine_scenario.py")
+    done = subprocess.run(
+        [sys.executable, str(program), name, str(work)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads((work / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(versions) -> dict:
+    return run_scenario("one_rank", versions)
+
+
+def differing(states: list[dict], fresh: list[dict]) -> list[str]:
+    assert len(states) == len(fresh)
+    return [
+        name for a, b in zip(states, fresh, strict=True) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
+    ]
+
+
+def test_prewarm_takes_differences_for_every_tensor_and_proves_the_base(one_rank) -> None:
+    assert one_rank["encodings"] == ["DIFFERENCE"]
+    assert one_rank["dense"] == []
+    assert one_rank["base"] == {"proved": one_rank["tensors"], "disproved": []}
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_every_parameter_and_buffer_has_the_bits_of_a_fresh_load(one_rank, version: str) -> None:
+    assert differing(one_rank[version]["state"], one_rank[version]["fresh_state"]) == []
+    assert len(differing(one_rank[version]["state"], one_rank["v0"]["state"])) > 10
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_tokens_and_logprobs_are_those_of_a_fresh_engine(one_rank, version: str) -> None:
+    assert one_rank[version]["generated"] == one_rank[version]["fresh_generated"]
+    assert one_rank[version]["generated"]["logprobs"] != one_rank["v0"]["cold"]["logprobs"]
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_digests_of_what_the_engine_holds_are_the_sources(one_rank, version: str) -> None:
+    assert one_rank[version]["disproved"] == []
+    assert one_rank[version]["proved"] == one_rank["tensors"]
+
+
+def test_the_prefix_cache_is_dropped_by_a_refit(one_rank) -> None:
+    assert one_rank["v0"]["warm"]["cached_tokens"] > 0
+    assert one_rank["v1"]["generated"]["cached_tokens"] == 0
+
+
+def test_storage_stays_where_captured_graphs_point(one_rank) -> None:
+    assert one_rank["moved"] == [False]
+
+
+def test_answers_carry_the_policy_version(one_rank) -> None:
+    assert [one_rank[version]["weight_version"] for version in ("v1", "v2")] == ["1", "2"]
+
+
+def test_a_payload_that_is_none_is_refused_with_its_own_error(one_rank) -> None:
+    assert one_rank["refused"][0] == "PayloadInvalidError"
+    assert "rank 0" in one_rank["refused"][1]
+
+
+def test_packed_weights_are_refused_by_name_and_the_engine_serves_on(one_rank) -> None:
+    kind, text = one_rank["packed"]["refused"]
+    assert kind == "RejectedError"
+    for part in ("qkv_proj.weight: was emptied", "w13_weight: its bits were rearranged", "unset DELTAREFIT_VLLM_KEEP_PREPACK"):
+        assert part in text
+    assert len(one_rank["packed"]["generated"]["tokens"]) == 16
+
+
+def test_two_tensor_parallel_ranks_in_two_processes(versions) -> None:
+    out = run_scenario("tensor_parallel", versions)
+    assert len(out["v1"]["state"]) == 2
+    assert differing(out["v1"]["state"], out["v1"]["fresh_state"]) == []
+    assert out["v1"]["generated"] == out["v1"]["fresh_generated"]
+    assert out["base"] == {"proved": out["tensors"], "disproved": []}
+    assert (out["v1"]["proved"], out["v1"]["disproved"]) == (out["tensors"], [])
+    assert out["moved"] == [False, False]
+    assert out["v1"]["weight_version"] == "1"
+    assert out["refused"][0] == "PayloadInvalidError"
