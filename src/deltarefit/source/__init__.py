@@ -10,12 +10,14 @@ from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_repl
 from deltarefit.source.baseline import SourceBaseline, TaskTracker
 from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
 from deltarefit.source.collective import Collective, LocalCollective, together
+from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, required_tensors
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
 from deltarefit.source.regions import onto_view, window
+from deltarefit.source.residual import ResidualBaseline, ResidualStage
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.setup import Source, open_source
-from deltarefit.source.task import ConversionTask, SourceAdapter
+from deltarefit.source.task import ConversionTask, ResidualSource, SourceAdapter
 
 __all__ = [
     "BuildStats",
@@ -23,12 +25,18 @@ __all__ = [
     "ConversionTask",
     "LocalCollective",
     "Owner",
+    "ResidualBaseline",
+    "ResidualConverter",
+    "ResidualPart",
+    "ResidualSource",
+    "ResidualStage",
     "Source",
     "SourceAdapter",
     "SourceBaseline",
     "SourceSettings",
     "TaskTracker",
     "agree_on_catalog",
+    "assembler_of",
     "audit_coverage",
     "audit_replicas",
     "check_manifest",
@@ -38,6 +46,7 @@ __all__ = [
     "onto_view",
     "open_source",
     "owned_tasks",
+    "required_tensors",
     "stable_hash",
     "together",
     "window",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 import msgspec
@@ -85,8 +86,10 @@ def agree_on_catalog(catalog: Catalog, collective: Collective) -> None:
     )
 
 
-def audit_coverage(catalog: Catalog, owned: Sequence[ConversionTask], collective: Collective) -> None:
-    """Prove that the owners' tasks together cover every canonical element exactly once.
+def audit_coverage(
+    catalog: Catalog, owned: Sequence[ConversionTask], collective: Collective, *, residual: AbstractSet[str] = frozenset()
+) -> None:
+    """Prove that the owners' tasks together cover every canonical element exactly once, and ``residual`` tensors not at all.
 
     Raises:
         RejectedError: an element has no owner or more than one, or a task's tensor is not in the catalog. The text names the
@@ -103,7 +106,7 @@ def audit_coverage(catalog: Catalog, owned: Sequence[ConversionTask], collective
     for rank, listed in enumerate(claims):
         for claim in listed:
             by_tensor.setdefault(claim.tensor, []).append((rank, claim.views))
-    problems = _coverage_problems(catalog, by_tensor)
+    problems = _coverage_problems(catalog, by_tensor, residual)
     if problems:
         raise RejectedError(
             f"ownership covers {_listed(problems)}; expected exactly one owner for every canonical element. "
@@ -191,12 +194,20 @@ def _check_known(catalog: Catalog, owned: Sequence[ConversionTask]) -> None:
             raise RejectedError(f"task {task.key}: {task.spec} is not in the catalog, which has {catalog.get(task.spec.name)}")
 
 
-def _coverage_problems(catalog: Catalog, by_tensor: Mapping[int, Sequence[tuple[int, tuple[View, ...]]]]) -> list[str]:
+def _coverage_problems(
+    catalog: Catalog, by_tensor: Mapping[int, Sequence[tuple[int, tuple[View, ...]]]], residual: AbstractSet[str]
+) -> list[str]:
     problems = []
     verdicts: dict[tuple[int, tuple[View, ...]], tuple[str, int] | None] = {}
     for place, spec in enumerate(catalog.values()):
         claims = by_tensor.get(place, ())
         views = tuple(sorted(view for _, listed in claims for view in listed))
+        if spec.name in residual:
+            if views:
+                problems.append(
+                    f"{spec}: declared residual, but owned directly by ranks {sorted({rank for rank, _ in claims})}"
+                )
+            continue
         shape = (spec.num_elements, views)  # layers repeat one geometry, so few tensors need the full check
         if shape not in verdicts:
             verdicts[shape] = _check_cover(spec.num_elements, views)

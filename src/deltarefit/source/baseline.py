@@ -20,7 +20,7 @@ from deltarefit.pieces import Piece, merge_pieces
 from deltarefit.records import CodedItem, Encoding
 from deltarefit.source.task import ConversionTask
 
-__all__ = ["SourceBaseline", "TaskTracker"]
+__all__ = ["SourceBaseline", "TaskTracker", "allocate"]
 
 _ALIGNMENT = 64  # a cache line, and the widest vector of the scan kernels
 
@@ -84,7 +84,7 @@ class SourceBaseline:
                 group_nbytes = sum(piece.num_elements for piece in group) * task.spec.element_nbytes
                 layout.append((nbytes, group_nbytes))
                 nbytes += -(-group_nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._arena = _allocate(nbytes, directory)
+        self._arena = allocate(nbytes, directory)
         places = iter(layout)
         self.trackers = tuple(
             TaskTracker(task, task_groups, tuple(self._place(next(places), task) for _ in task_groups))
@@ -101,7 +101,12 @@ class SourceBaseline:
         return self._arena.nbytes
 
 
-def _allocate(nbytes: int, directory: Path | None) -> NDArray[np.uint8]:
+def allocate(nbytes: int, directory: Path | None) -> NDArray[np.uint8]:
+    """Uninitialised host memory, or a mapping of a nameless file in ``directory``.
+
+    Raises:
+        RejectedError: the file system has no room.
+    """
     if directory is None or nbytes == 0:
         return np.empty(nbytes, np.uint8)
     try:

@@ -6,11 +6,12 @@ residual conversion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from deltarefit import errors
 from deltarefit.errors import RejectedError
 
 __all__ = ["Collective", "LocalCollective", "together"]
@@ -43,6 +44,10 @@ class Collective(Protocol):
         """The root's data, on every rank. Other ranks pass None."""
         ...
 
+    def all_to_all(self, data: Sequence[bytes]) -> list[bytes]:
+        """A message to every rank, this one included; returns what every rank sent here, by rank."""
+        ...
+
     def barrier(self) -> None:
         """Return when every rank called it."""
         ...
@@ -67,12 +72,17 @@ class LocalCollective:
             raise RejectedError(f"broadcast from rank {root} of a world of 1: expected rank 0 with data")
         return data
 
+    def all_to_all(self, data: Sequence[bytes]) -> list[bytes]:
+        return list(data)
+
     def barrier(self) -> None:
         return None
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    error: str | None
+    kind: str = ""
+    """Class of the error; empty if there was none."""
+    text: str = ""
 
 
 def together(collective: Collective, what: str, action: Callable[[], ResultT]) -> ResultT:
@@ -81,7 +91,8 @@ def together(collective: Collective, what: str, action: Callable[[], ResultT]) -
     Without this a rank that raises leaves the others waiting in their next collective call.
 
     Raises:
-        RejectedError: the action failed on at least one rank; the text names the ranks and their errors.
+        RefitError: the action failed on at least one rank. The rank itself raises what it met; the others raise the kind that
+            the first of them met (RejectedError if that is none of ours), with the ranks and their texts.
     """
     failure: Exception | None = None
     result: ResultT | None = None
@@ -89,12 +100,13 @@ def together(collective: Collective, what: str, action: Callable[[], ResultT]) -
         result = action()
     except Exception as error:  # re-raised below, after the other ranks know
         failure = error
-    mine = _Outcome(None if failure is None else f"{type(failure).__name__}: {failure}")
+    mine = _Outcome() if failure is None else _Outcome(type(failure).__name__, str(failure))
     outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in collective.all_gather(msgspec.msgpack.encode(mine))]
     if failure is not None:
         raise failure
-    failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind]
     if failed:
-        shown = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:3])
-        raise RejectedError(f"{what} failed on {len(failed)} of {collective.world_size} training ranks: {shown}")
+        shown = "; ".join(f"rank {rank}: {outcome.kind}: {outcome.text}" for rank, outcome in failed[:3])
+        kind = getattr(errors, failed[0][1].kind, None) if failed[0][1].kind in errors.__all__ else None
+        raise (kind or RejectedError)(f"{what} failed on {len(failed)} of {collective.world_size} training ranks: {shown}")
     return result  # type: ignore[return-value]  # set whenever nothing failed

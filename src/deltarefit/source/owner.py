@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from deltarefit.canonical import TensorDigest
-from deltarefit.errors import OperatorRequiredError, RejectedError
-from deltarefit.ids import OwnerId
+from deltarefit.errors import RejectedError
+from deltarefit.ids import EncodingMode, OwnerId
 from deltarefit.plan import RefitPlan
-from deltarefit.records import Bucket, CodedItem, Encoding, EncodingMode
+from deltarefit.records import Bucket, CodedItem
 from deltarefit.source.baseline import SourceBaseline, TaskTracker
-from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
+from deltarefit.source.buckets import cut_into_buckets
+from deltarefit.source.residual import ResidualStage
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.task import ConversionTask
+from deltarefit.source.trackers import TrackerSet, sum_by_name
 
 __all__ = ["BuildStats", "Owner"]
-
-WorkT = TypeVar("WorkT")
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +26,26 @@ class BuildStats:
     """What one build found."""
 
     num_owned: int = 0
-    """Elements compared: every one this rank owns."""
+    """Canonical elements compared: every one this rank owns, and of the residual tensors those that had to be converted."""
     num_changed: int = 0
-    """Elements whose bits differ from the committed ones (paper D: N_chg)."""
+    """Of these, elements whose bits differ from the committed ones (paper D: N_chg)."""
     num_emitted: int = 0
     """Elements in items: ``num_changed``, and the unchanged elements of dense tensors."""
     scanned_nbytes: int = 0
     num_items: int = 0
     num_buckets: int = 0
+    num_converted: int = 0
+    """Residual tensors that this rank assembled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scanned:
-    """One tracker's scan."""
+    """What one tracker or residual tensor gave."""
 
-    tracker: TaskTracker
     items: tuple[CodedItem, ...]
-    change: TensorDigest
     num_changed: int
+    num_elements: int
+    nbytes: int
 
 
 class Owner:
@@ -54,10 +53,16 @@ class Owner:
 
     Calls come from one thread at a time: ``build`` once per attempt, ``commit`` after the joint commit, then the next
     transition. The candidate, which is whatever the parameters hold, may not change from the first build of a transition to
-    its commit.
+    its commit. With a residual stage, all training ranks build and commit together.
     """
 
-    def __init__(self, owner: OwnerId, tasks: Sequence[ConversionTask], settings: SourceSettings | None = None) -> None:
+    def __init__(
+        self,
+        owner: OwnerId,
+        tasks: Sequence[ConversionTask],
+        settings: SourceSettings | None = None,
+        residual: ResidualStage | None = None,
+    ) -> None:
         """Copy the present bits of ``tasks``, the owned ones in the order to send, as the committed baseline.
 
         Raises:
@@ -65,15 +70,15 @@ class Owner:
         """
         self.owner = owner
         self.settings = settings or SourceSettings()
-        self.baseline = SourceBaseline(tasks, self.settings.baseline_directory)
-        sized = [(tracker, tracker.task.nbytes) for tracker in self.baseline.trackers if tracker.task.num_elements]
-        self._chunks = cut_into_chunks(sized, self.settings.chunk_nbytes)
-        self._changes: dict[TaskTracker, TensorDigest] = {}
-        """Digest change of the candidate by tracker, from the first scan in this transition until its commit."""
-        self._verified: set[TaskTracker] = set()
-        self._complete = False
+        self._direct = TrackerSet(tasks, self.settings)
+        self._residual = residual
+        self._is_complete = False
         self._stats = BuildStats()
-        self._on_chunks(self._fill)
+
+    @property
+    def baseline(self) -> SourceBaseline:
+        """The committed bits of the directly projected shards."""
+        return self._direct.baseline
 
     @property
     def stats(self) -> BuildStats:
@@ -88,16 +93,22 @@ class Owner:
     def build(self, plan: RefitPlan, mode: EncodingMode) -> Iterator[Bucket]:
         """Compare everything owned with the baseline and yield the changes, in the same buckets at every attempt.
 
+        The residual stage, if there is one, comes first and whole, so that no rank waits for another once payloads are sent.
+
         Raises:
             RejectedError: the plan does not list an owned tensor as this owner knows it.
+            AttemptFailedError: residual parts do not make up their tensors.
             OperatorRequiredError: the candidate is not the one that an earlier attempt of this transition read.
         """
-        self._check_plan(plan)
-        totals = _Totals()
-        for bucket in cut_into_buckets(self._scanned_chunks(plan, mode, totals), self.settings.bucket_nbytes):
+        converted = self._convert(plan, mode)
+        totals = _Totals(num_converted=len(converted))
+        chunks = itertools.chain(
+            ([one] for one in converted), self._direct.over_chunks(lambda chunk: self._scan(chunk, plan, mode))
+        )
+        for bucket in cut_into_buckets(totals.counted(chunks), self.settings.bucket_nbytes):
             totals.num_buckets += 1
             yield bucket
-        self._complete = True
+        self._is_complete = True
         self._stats = totals.stats()
 
     def commit(self) -> None:
@@ -109,24 +120,30 @@ class Owner:
             RejectedError: the build did not run to its end.
             OperatorRequiredError: the candidate changed after it was built; the committed policy's bits are lost here.
         """
-        if not self._changes:
+        if not self._has_candidate():
             return
-        if not self._complete:
+        if not self._is_complete:
             raise RejectedError("commit before the build ended: expected every bucket of an attempt to be taken first")
         if self.settings.verify_candidate:
-            self._on_chunks(self._verify)
-        self._on_chunks(self._overwrite)
+            self._direct.verify()
+            if self._residual is not None:
+                self._residual.verify()
+        self._direct.commit()
+        if self._residual is not None:
+            self._residual.commit()
         self.forget_candidate()
 
     def forget_candidate(self) -> None:
         """The transition ended without a commit (or after it): the next build may see another candidate."""
-        self._changes.clear()
-        self._verified.clear()
-        self._complete = False
+        self._direct.forget()
+        if self._residual is not None:
+            self._residual.forget()
+        self._is_complete = False
 
     def digests(self) -> dict[str, TensorDigest]:
         """Of the committed baseline: this owner's part of every tensor that it owns a part of."""
-        return _sum_by_name((tracker, tracker.digest) for tracker in self.baseline.trackers)
+        residual = self._residual.digests() if self._residual is not None else {}
+        return sum_by_name((*self._direct.digests().items(), *residual.items()))
 
     def candidate_digests(self) -> dict[str, TensorDigest]:
         """Of the candidate: what ``digests`` will say once it is committed. After a commit, the same as ``digests``.
@@ -134,10 +151,20 @@ class Owner:
         Raises:
             RejectedError: a build is under way or broke off.
         """
-        if self._changes and not self._complete:
+        if self._has_candidate() and not self._is_complete:
             raise RejectedError("candidate digests before the build ended: expected every bucket to be taken first")
-        none = TensorDigest()
-        return _sum_by_name((tracker, tracker.digest + self._changes.get(tracker, none)) for tracker in self.baseline.trackers)
+        residual = self._residual.candidate_digests() if self._residual is not None else {}
+        return sum_by_name((*self._direct.candidate_digests().items(), *residual.items()))
+
+    def _has_candidate(self) -> bool:
+        return self._direct.has_candidate or (self._residual is not None and self._residual.has_candidate)
+
+    def _convert(self, plan: RefitPlan, mode: EncodingMode) -> list[_Scanned]:
+        if self._residual is None:
+            self._check_plan(plan)
+            return []
+        found = self._residual.build(plan, mode, before=lambda: self._check_plan(plan))
+        return [_Scanned(one.items, one.num_changed, one.spec.num_elements, one.spec.nbytes) for one in found]
 
     def _check_plan(self, plan: RefitPlan) -> None:
         for tracker in self.baseline.trackers:
@@ -148,106 +175,46 @@ class Owner:
                     "expected the plan to be made from the trainer's catalog"
                 )
 
-    def _scanned_chunks(
-        self, plan: RefitPlan, mode: EncodingMode, totals: _Totals
-    ) -> Iterator[tuple[tuple[CodedItem, ...], int]]:
-        def scan(chunk: tuple[TaskTracker, ...]) -> list[_Scanned]:
-            return [_scan(tracker, plan, mode) for tracker in chunk]
-
-        for scanned in _in_order(scan, self._chunks, self.settings.num_threads):
-            for one in scanned:
-                self._remember(one)
-                totals.add(one)
-            yield (
-                tuple(item for one in scanned for item in one.items),
-                sum(one.tracker.task.nbytes for one in scanned),
-            )
-
-    def _remember(self, scanned: _Scanned) -> None:
-        known = self._changes.setdefault(scanned.tracker, scanned.change)
-        if known != scanned.change:
-            raise OperatorRequiredError(self._moved(scanned.tracker))
-
-    def _moved(self, tracker: TaskTracker) -> str:
-        return (
-            f"tensor {tracker.task.spec.name} (task {tracker.task.key}, owner {self.owner}) changed after this transition "
-            "first read it: expected the candidate to stay as it is until its commit, because receivers may already hold parts "
-            "of it. Wait for the refit before the next optimizer step; to go on, end the transition with 'deltarefit abort' "
-            "and refit again, sending every element"
-        )
-
-    def _fill(self, chunk: tuple[TaskTracker, ...]) -> None:
+    def _scan(self, chunk: tuple[TaskTracker, ...], plan: RefitPlan, mode: EncodingMode) -> list[_Scanned]:
+        found = []
         for tracker in chunk:
-            tracker.fill()
-
-    def _verify(self, chunk: tuple[TaskTracker, ...]) -> None:
-        for tracker in chunk:
-            if tracker in self._changes and tracker not in self._verified:
-                if tracker.scan(Encoding.OVERWRITE)[1] != self._changes[tracker]:
-                    raise OperatorRequiredError(self._moved(tracker))
-                self._verified.add(tracker)
-
-    def _overwrite(self, chunk: tuple[TaskTracker, ...]) -> None:
-        for tracker in chunk:
-            if tracker in self._changes:
-                tracker.overwrite()
-                tracker.digest = tracker.digest + self._changes.pop(tracker)
-
-    def _on_chunks(self, work: Callable[[tuple[TaskTracker, ...]], None]) -> None:
-        for _ in _in_order(work, self._chunks, self.settings.num_threads):
-            pass
+            task = tracker.task
+            encoding = plan.encoding(task.spec.name, mode)
+            items, change = tracker.scan(encoding)
+            self._direct.pin(tracker, change)
+            num_changed = sum(item.count for item in items)
+            if task.spec.name in plan.dense:
+                items, _ = tracker.scan(encoding, everything=True)
+            found.append(_Scanned(items, num_changed, task.num_elements, task.nbytes))
+        return found
 
 
 class _Totals:
     """Sums over one build."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_converted: int) -> None:
+        self.num_converted = num_converted
         self.num_owned = self.num_changed = self.num_emitted = self.scanned_nbytes = self.num_items = self.num_buckets = 0
 
-    def add(self, scanned: _Scanned) -> None:
-        self.num_owned += scanned.tracker.task.num_elements
-        self.num_changed += scanned.num_changed
-        self.num_emitted += sum(item.count for item in scanned.items)
-        self.scanned_nbytes += scanned.tracker.task.nbytes
-        self.num_items += len(scanned.items)
+    def counted(self, chunks: Iterable[Sequence[_Scanned]]) -> Iterator[tuple[tuple[CodedItem, ...], int]]:
+        """Each chunk's items and input bytes, added up as they pass."""
+        for chunk in chunks:
+            items = tuple(item for one in chunk for item in one.items)
+            nbytes = sum(one.nbytes for one in chunk)
+            self.num_owned += sum(one.num_elements for one in chunk)
+            self.num_changed += sum(one.num_changed for one in chunk)
+            self.num_emitted += sum(item.count for item in items)
+            self.scanned_nbytes += nbytes
+            self.num_items += len(items)
+            yield items, nbytes
 
     def stats(self) -> BuildStats:
         return BuildStats(
-            self.num_owned, self.num_changed, self.num_emitted, self.scanned_nbytes, self.num_items, self.num_buckets
+            self.num_owned,
+            self.num_changed,
+            self.num_emitted,
+            self.scanned_nbytes,
+            self.num_items,
+            self.num_buckets,
+            self.num_converted,
         )
-
-
-def _scan(tracker: TaskTracker, plan: RefitPlan, mode: EncodingMode) -> _Scanned:
-    name = tracker.task.spec.name
-    encoding = plan.encoding(name, mode)
-    items, change = tracker.scan(encoding)
-    num_changed = sum(item.count for item in items)
-    if name in plan.dense:
-        items, _ = tracker.scan(encoding, everything=True)
-    return _Scanned(tracker, items, change, num_changed)
-
-
-def _in_order(work: Callable[[WorkT], ResultT], jobs: Iterable[WorkT], num_threads: int) -> Iterator[ResultT]:
-    """Results in the order of the jobs, made by so many threads, with at most twice as many jobs ahead of the consumer."""
-    if num_threads == 1:
-        yield from map(work, jobs)
-        return
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="deltarefit-scan")
-    waiting: deque[Future[ResultT]] = deque()
-    try:
-        for job in jobs:
-            if len(waiting) == 2 * num_threads:
-                yield waiting.popleft().result()
-            waiting.append(pool.submit(work, job))
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _sum_by_name(digests: Iterable[tuple[TaskTracker, TensorDigest]]) -> dict[str, TensorDigest]:
-    total: dict[str, TensorDigest] = {}
-    for tracker, digest in digests:
-        name = tracker.task.spec.name
-        total[name] = total.get(name, TensorDigest()) + digest
-    return total

@@ -12,8 +12,9 @@ from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_repl
 from deltarefit.source.collective import Collective, together
 from deltarefit.source.owner import Owner
 from deltarefit.source.ownership import owned_tasks
+from deltarefit.source.residual import ResidualStage
 from deltarefit.source.settings import SourceSettings
-from deltarefit.source.task import ConversionTask, SourceAdapter
+from deltarefit.source.task import ConversionTask, ResidualSource, SourceAdapter
 
 __all__ = ["Source", "open_source"]
 
@@ -27,6 +28,9 @@ class Source:
     tasks: tuple[ConversionTask, ...]
     """Every shard this rank holds, in key order."""
     owner: Owner
+    residual_names: frozenset[str]
+    """Canonical tensors that are computed rather than rearranged. The paper sends them as overwrites (4.3); their old bits are
+    at hand here, so any encoding that the plan names is exact."""
     fingerprint: str
     """32 hex digits over this rank's catalog, shards and replica sets: it changes when names, shapes or layout do."""
 
@@ -44,12 +48,17 @@ def open_source(adapter: SourceAdapter, collective: Collective, settings: Source
     catalog, tasks = together(collective, "reading the model's facts", lambda: (adapter.catalog(), _sorted(adapter.tasks())))
     agree_on_catalog(catalog, collective)
     owned = together(collective, "electing owners", lambda: owned_tasks(tasks, collective.rank))
-    audit_coverage(catalog, owned, collective)
+    converter = adapter.residual() if isinstance(adapter, ResidualSource) else None
+    residual_names = (
+        frozenset(spec.name for group in converter.groups() for spec in group) if converter is not None else frozenset()
+    )
+    audit_coverage(catalog, owned, collective, residual=residual_names)
     adapter.barrier()
     if settings.check_replicas != "never":
-        audit_replicas(tasks, collective)
-    owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings))
-    return Source(adapter, catalog, tasks, owner, _fingerprint(catalog, tasks))
+        audit_replicas((*tasks, *(converter.sources() if converter is not None else ())), collective)
+    stage = ResidualStage(converter, collective, settings) if converter is not None else None
+    owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings, stage))
+    return Source(adapter, catalog, tasks, owner, residual_names, _fingerprint(catalog, tasks))
 
 
 def _sorted(tasks: Sequence[ConversionTask]) -> tuple[ConversionTask, ...]:

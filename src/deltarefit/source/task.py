@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from deltarefit.canonical import Catalog, TensorSpec, Words
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Cast, Piece
 
-__all__ = ["ConversionTask", "SourceAdapter"]
+if TYPE_CHECKING:
+    from deltarefit.source.conversion import ResidualConverter
+
+__all__ = ["ConversionTask", "ResidualSource", "SourceAdapter"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,4 +75,13 @@ class SourceAdapter(Protocol):
 
         Called by every rank before shards are read.
         """
+        ...
+
+
+@runtime_checkable
+class ResidualSource(Protocol):
+    """A SourceAdapter of which some canonical tensors are computed."""
+
+    def residual(self) -> ResidualConverter | None:
+        """How they are computed; None if there are none. Their specs are part of the catalog, and no task covers them."""
         ...

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+import msgspec
 
 from deltarefit.errors import RejectedError, TransportError
 
@@ -82,6 +84,12 @@ class ThreadCollective:
         if (data is None) == (self._rank == root):
             raise RejectedError(f"broadcast from rank {root}: expected data there and None on the others, on rank {self._rank}")
         return self.all_gather(data or b"")[root]
+
+    def all_to_all(self, data: Sequence[bytes]) -> list[bytes]:
+        if len(data) != self.world_size:
+            raise RejectedError(f"all_to_all of {len(data)} messages in a world of {self.world_size} ranks")
+        gathered = self.all_gather(msgspec.msgpack.encode(list(data)))
+        return [msgspec.msgpack.decode(sent, type=list[bytes])[self._rank] for sent in gathered]
 
     def barrier(self) -> None:
         self.all_gather(b"")

@@ -10,10 +10,10 @@ import torch
 
 from deltarefit.bits import DTYPES, dtype_name
 from deltarefit.canonical import Catalog, TensorSpec
-from deltarefit.errors import RejectedError
-from deltarefit.integrations.torch.export import ExportMap, exporter_of, map_export
+from deltarefit.integrations.torch.export import Convert, Exporter, ExportMap, after, exporter_of, map_export
 from deltarefit.integrations.torch.local import LocalTensor, local_tensors, unwrap
 from deltarefit.integrations.torch.manifest import read_manifest
+from deltarefit.integrations.torch.residual import ExportConverter
 from deltarefit.pieces import Piece
 from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest, onto_view, window
 
@@ -36,29 +36,35 @@ class TorchAdapter:
         collective: Collective,
         manifest: Catalog | None = None,
         dtype: torch.dtype | None = None,
+        export: Convert | None = None,
+        export_by_layer: bool = False,
     ) -> None:
         self._model = unwrap(model)
         self._collective = collective
         self._manifest = manifest
         self._dtype = dtype
+        self._user_export = export
+        self._by_layer = export_by_layer
 
     @functools.cached_property
     def _tensors(self) -> dict[str, LocalTensor]:
         return local_tensors(self._model)
 
     @functools.cached_property
+    def _exporter(self) -> Exporter:
+        exporter = exporter_of(self._model, self._tensors, merges_adapters=self._user_export is not None)
+        return exporter if self._user_export is None else after(exporter, self._user_export, by_layer=self._by_layer)
+
+    @functools.cached_property
     def _export(self) -> ExportMap:
-        exporter = exporter_of(self._model, self._tensors)
+        exporter = self._exporter
         export = map_export(exporter, self._tensors, exporter.kept)
         if self._manifest is not None and exporter.aliases:
             tied = map_export(exporter, self._tensors, tuple(exporter.aliases))
             export = _named_as_in(self._manifest, export, tied, exporter.aliases)
-        if export.opaque:
-            name, reason = next(iter(export.opaque.items()))
-            raise RejectedError(
-                f"tensor {name} (and {len(export.opaque) - 1} more): {reason}, so its changes cannot be sent element by element"
-            )
-        export = ExportMap({name: self._cast(spec) for name, spec in export.specs.items()}, export.placements, export.opaque)
+        export = ExportMap(
+            {name: self._cast(spec) for name, spec in export.specs.items()}, export.placements, export.opaque, export.groups
+        )
         if self._manifest is not None:
             check_manifest(Catalog(export.specs.values()), self._manifest)
         return export
@@ -93,6 +99,12 @@ class TorchAdapter:
                 tasks.append(self._task(key, spec, self._tensors[source], pieces))
         return tasks
 
+    def residual(self) -> ExportConverter | None:
+        """See ResidualSource."""
+        if not self._export.opaque:
+            return None
+        return ExportConverter(self._exporter, self._export, self._tensors, self._collective)
+
     def barrier(self) -> None:
         """See SourceAdapter. Waits for this rank's accelerators, then for the other ranks."""
         for device in {tensor.live().device for tensor in self._tensors.values()}:
@@ -120,7 +132,7 @@ def _named_as_in(manifest: Catalog, kept: ExportMap, tied: ExportMap, aliases: M
     placements = {name: parts for name, parts in kept.placements.items() if name not in dropped}
     for name in wanted:
         specs[name], placements[name] = tied.specs[name], tied.placements[name]
-    return ExportMap(specs, placements, kept.opaque)
+    return ExportMap(specs, placements, kept.opaque, kept.groups)
 
 
 def torch_adapter(
@@ -129,6 +141,8 @@ def torch_adapter(
     collective: Collective | None = None,
     manifest: Catalog | Path | None = None,
     dtype: torch.dtype | None = None,
+    export: Convert | None = None,
+    export_by_layer: bool = False,
 ) -> SourceAdapter:
     """The adapter for a module that every training rank holds whole.
 
@@ -139,9 +153,20 @@ def torch_adapter(
         manifest: The checkpoint that receivers load, or its directory. If given, the model must produce exactly its names and
             shapes; floating-point parameters are cast to its dtypes, as 32-bit master weights are for a 16-bit checkpoint.
         dtype: Cast floating-point tensors to this where no manifest says otherwise.
+        export: What the checkpoint holds instead, computed from what it would hold: takes and returns tensors by name. It is
+            watched with probes; what it merely rearranges is sent directly, what it computes is converted at each refit. It
+            must depend on nothing but its input. A model with adapters attached needs one that merges them.
+        export_by_layer: Whether ``export`` may be called with the tensors of one layer alone, which saves memory and time.
     """
     catalog = read_manifest(manifest) if isinstance(manifest, Path) else manifest
-    return TorchAdapter(model, collective=collective or LocalCollective(), manifest=catalog, dtype=dtype)
+    return TorchAdapter(
+        model,
+        collective=collective or LocalCollective(),
+        manifest=catalog,
+        dtype=dtype,
+        export=export,
+        export_by_layer=export_by_layer,
+    )
 
 
 source_adapter = torch_adapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,11 @@ class TorchCollective:
             raise RejectedError(f"broadcast from rank {root}: expected data there and None on the others, on rank {self.rank}")
         return self._guarded("broadcast", lambda: self._broadcast(data, root))
 
+    def all_to_all(self, data: Sequence[bytes]) -> list[bytes]:
+        if len(data) != self.world_size:
+            raise RejectedError(f"all_to_all of {len(data)} messages in a world of {self.world_size} ranks")
+        return self._guarded("all_to_all", lambda: self._all_to_all(data))
+
     def barrier(self) -> None:
         self._guarded("barrier", lambda: self._dist.barrier(group=self._group))
 
@@ -64,6 +69,28 @@ class TorchCollective:
         if padded.numel():
             self._dist.all_gather(gathered, padded, group=self._group)
         return [_to_bytes(one[:size]) for one, size in zip(gathered, sizes, strict=True)]
+
+    def _all_to_all(self, data: Sequence[bytes]) -> list[bytes]:
+        """Point to point: not every backend has an all_to_all of its own."""
+        mine = torch.tensor([len(message) for message in data], dtype=torch.int64, device=self._device)
+        lengths = [torch.empty_like(mine) for _ in data]
+        self._dist.all_gather(lengths, mine, group=self._group)
+        sizes = [int(one[self.rank].item()) for one in lengths]
+        _check_lengths(sizes)
+        incoming = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        operations = []
+        for peer in range(self.world_size):
+            if peer == self.rank:
+                continue
+            where = peer if self._group is None else int(self._dist.get_global_rank(self._group, peer))
+            if sizes[peer]:
+                operations.append(self._dist.P2POp(self._dist.irecv, incoming[peer], where, self._group))
+            if data[peer]:
+                message = _to_tensor(data[peer]).to(self._device)
+                operations.append(self._dist.P2POp(self._dist.isend, message, where, self._group))
+        for work in self._dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return [data[peer] if peer == self.rank else _to_bytes(one) for peer, one in enumerate(incoming)]
 
     def _broadcast(self, data: bytes | None, root: int) -> bytes:
         source = root if self._group is None else int(self._dist.get_global_rank(self._group, root))

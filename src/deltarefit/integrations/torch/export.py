@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.integrations.torch.local import LocalTensor, clean_name, same_memory
 from deltarefit.pieces import Piece, whole
 
-__all__ = ["ExportMap", "Exporter", "exporter_of", "map_export"]
+__all__ = ["Convert", "ExportMap", "Exporter", "after", "exporter_of", "map_export"]
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -36,7 +36,9 @@ class Exporter:
     aliases: Mapping[str, str]
     """Tied names that the checkpoint leaves out, to the kept name that is the same memory."""
     convert: Convert
-    """From module names and tensors to checkpoint names and tensors; works on any subset that belongs together."""
+    """From module names and tensors to checkpoint names and tensors. May change the tensors that it is given."""
+    by_layer: bool
+    """Whether the tensors of one layer may be converted without the others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,16 +51,20 @@ class ExportMap:
     """Per checkpoint tensor, per module tensor it takes elements from: pieces onto that tensor taken as row-major."""
     opaque: dict[str, str]
     """Checkpoint tensors that are computed rather than rearranged, with the reason."""
+    groups: dict[str, tuple[str, ...]]
+    """Per opaque tensor, the module tensors that the exporter needs to compute it."""
 
 
-def exporter_of(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> Exporter:
-    """The exporter of an unwrapped model with these tensors.
+def exporter_of(model: torch.nn.Module, tensors: Mapping[str, LocalTensor], *, merges_adapters: bool = False) -> Exporter:
+    """The exporter of an unwrapped model with these tensors, adapters included if somebody will merge them.
 
     Raises:
         RejectedError: the model's state_dict holds tensors that are not its own memory, adapters are attached, or tied weights
             are tied in a way that its checkpoint cannot express.
     """
     state = _own_state(model, tensors)
+    if not merges_adapters:
+        _refuse_adapters(state)
     transformers_model = _transformers_class()
     if transformers_model is not None and isinstance(model, transformers_model):
         return _transformers_exporter(model, state)
@@ -68,42 +74,77 @@ def exporter_of(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> E
         first = kept.setdefault(_memory(tensor, name), name)
         if first != name:
             aliases[name] = first
-    return Exporter(tuple(kept.values()), aliases, lambda tensors: tensors)
+    return Exporter(tuple(kept.values()), aliases, lambda tensors: tensors, by_layer=True)
 
 
-def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: tuple[str, ...]) -> ExportMap:
+def after(exporter: Exporter, export: Convert, *, by_layer: bool) -> Exporter:
+    """The exporter followed by a function of the user's."""
+    return replace(exporter, convert=lambda tensors: export(exporter.convert(tensors)), by_layer=by_layer)
+
+
+def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Sequence[str]) -> ExportMap:
     """Watch the exporter on these module tensors.
 
     A first run on meta tensors, which costs nothing, gives names and shapes and finds what is merely renamed. Only the rest is
-    traced with probes, a layer at a time.
+    traced with probes: a layer at a time where the exporter allows it.
+
+    Raises:
+        RejectedError: it gives other tensors for a layer alone than for the whole, or reads tensors of several layers.
     """
-    meta = {name: torch.empty(tensors[name].view.shape, dtype=tensors[name].dtype, device="meta") for name in names}
-    inputs = {id(tensor): name for name, tensor in meta.items()}
-    outputs = exporter.convert(dict(meta))
-    found = ExportMap({name: spec_of(name, tensor) for name, tensor in outputs.items()}, {}, {})
-    for name, tensor in outputs.items():
-        if id(tensor) in inputs:
-            view = whole(tuple(tensor.shape))
-            found.placements[name] = ((inputs[id(tensor)], (Piece(view, view),)),)
-    renamed = {parts[0][0] for parts in found.placements.values()}
-    expected = set(found.specs) - set(found.placements)
-    for batch in _layers(name for name in names if name not in renamed):
-        traced = placement.trace_conversion(exporter.convert, {name: meta[name] for name in batch})
-        for name, spec in traced.specs.items():
-            if found.specs.get(name) != spec:
-                raise RejectedError(
-                    f"export of {', '.join(batch[:3])}: gives {spec} on its own, {found.specs.get(name)} as part of the "
-                    "model; expected layers to be converted independently"
-                )
-        found.placements.update(traced.placements)
-        found.opaque.update(traced.opaque)
-        expected -= set(traced.specs)
-    if expected:
-        raise RejectedError(f"export of {', '.join(sorted(expected)[:3])} needs tensors of several layers; cannot be traced")
+    shapes = {name: torch.empty(tensors[name].view.shape, dtype=tensors[name].dtype, device="meta") for name in names}
+    outputs, renamed = _dry_run(exporter, shapes)
+    found = ExportMap(outputs, {}, {}, {})
+    for name, source in renamed.items():
+        view = whole(outputs[name].shape)
+        found.placements[name] = ((source, (Piece(view, view),)),)
+    if exporter.by_layer:
+        rest = set(renamed.values())
+        batches = _layers(name for name in names if name not in rest)
+    else:
+        batches = [tuple(names)] if len(renamed) < len(outputs) else []
+    for batch in batches:
+        _trace_batch(exporter, shapes, batch, found)
+    if missing := sorted(set(outputs) - set(found.placements) - set(found.opaque)):
+        raise RejectedError(f"export of {', '.join(missing[:3])} reads tensors of several layers; cannot be traced by layer")
     return found
 
 
-def _layers(names: Any) -> list[tuple[str, ...]]:
+def _dry_run(exporter: Exporter, shapes: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """Specs of all outputs, and per output that is an input untouched, which one.
+
+    An exporter that needs values is run on zeros instead; what it passes on untouched may then depend on the zeros, so nothing
+    is believed to be renamed.
+    """
+    meta = dict(shapes)
+    try:
+        outputs = exporter.convert(dict(meta))
+    except Exception:
+        zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in shapes.items()}
+        return {name: spec_of(name, tensor) for name, tensor in exporter.convert(zeros).items()}, {}
+    inputs = {id(tensor): name for name, tensor in meta.items() if tensor._version == 0}
+    renamed = {name: inputs[id(tensor)] for name, tensor in outputs.items() if id(tensor) in inputs}
+    return {name: spec_of(name, tensor) for name, tensor in outputs.items()}, renamed
+
+
+def _trace_batch(exporter: Exporter, shapes: Mapping[str, torch.Tensor], batch: tuple[str, ...], found: ExportMap) -> None:
+    try:
+        traced = placement.trace_conversion(exporter.convert, {name: shapes[name] for name in batch})
+    except KeyError as error:  # what an export raises that looks for a tensor of another layer
+        raise RejectedError(
+            f"export of {', '.join(batch[:3])} on its own: KeyError: {error}; it needs tensors of other layers"
+        ) from error
+    for name, spec in traced.specs.items():
+        if found.specs.get(name) != spec:
+            raise RejectedError(
+                f"export of {', '.join(batch[:3])}: gives {spec} on its own, {found.specs.get(name)} as part of the model; "
+                "expected layers to be converted independently"
+            )
+    found.placements.update(traced.placements)
+    found.opaque.update(traced.opaque)
+    found.groups.update(dict.fromkeys(traced.opaque, batch))
+
+
+def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Names grouped by what stands before and in their first numbered component."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -119,11 +160,6 @@ def _own_state(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> di
         name = clean_name(raw)
         if name.endswith("_extra_state") or not isinstance(tensor, torch.Tensor):
             continue
-        if ".base_layer." in name or ".lora_" in name:
-            raise RejectedError(
-                f"tensor {name}: adapters are attached, so the checkpoint's weights are sums that exist nowhere in memory. "
-                "Merge them, or publish through the residual path"
-            )
         if name not in tensors or not same_memory(tensor, tensors[name]):
             raise RejectedError(
                 f"tensor {name}: the model's state_dict returns something other than its own parameter or buffer; "
@@ -131,6 +167,15 @@ def _own_state(model: torch.nn.Module, tensors: Mapping[str, LocalTensor]) -> di
             )
         state[name] = tensor
     return state
+
+
+def _refuse_adapters(state: Mapping[str, torch.Tensor]) -> None:
+    for name in state:
+        if ".base_layer." in name or ".lora_" in name:
+            raise RejectedError(
+                f"tensor {name}: adapters are attached, so the checkpoint's weights are sums that exist nowhere in memory. "
+                "Merge them, or give the adapter an export function that does"
+            )
 
 
 def _memory(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
@@ -168,4 +213,4 @@ def _transformers_exporter(model: Any, state: dict[str, torch.Tensor]) -> Export
         raise RejectedError(f"{type(model).__name__}: transformers cannot save it: {error}") from error
     by_memory = {_memory(state[name], name): name for name in kept}
     aliases = {name: by_memory[_memory(tensor, name)] for name, tensor in state.items() if name not in kept}
-    return Exporter(tuple(kept), aliases, lambda tensors: revert_weight_conversion(model, dict(tensors)))
+    return Exporter(tuple(kept), aliases, lambda tensors: revert_weight_conversion(model, dict(tensors)), by_layer=True)
