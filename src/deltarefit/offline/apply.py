@@ -99,8 +99,8 @@ def _write_directory(prepared: Prepared, directory: Path, workers: Workers, mete
         write_tensors(prepared, fds, workers, meter, disk)
         for fd in fds:
             disk.sync(fd)
-    for name, content in prepared.companions.items():
-        write_file(directory / name, content, disk)
+    for name in prepared.companions:
+        write_file(directory / name, prepared.companion(name), disk)
 
 
 def write_tensors(prepared: Prepared, fds: Sequence[int], workers: Workers, meter: Meter, disk: Disk) -> None:

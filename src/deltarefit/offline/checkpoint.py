@@ -27,8 +27,8 @@ from deltarefit.offline.safetensors import Header, StoredTensor, read_header
 
 __all__ = ["INDEX_SUFFIX", "JOURNAL", "MAX_COMPANION_NBYTES", "Checkpoint", "Companion", "TensorFile", "journal_path"]
 
-MAX_COMPANION_NBYTES = 64 * 2**20
-"""Companions are read whole. The largest tokenizers in use take about half of this."""
+MAX_COMPANION_NBYTES = 256 * 2**20
+"""Companions are read whole, one at a time. An index of two million tensors still fits."""
 JOURNAL = ".deltarefit-journal"
 """Where an in-place apply keeps what it needs to finish after a crash."""
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -37,7 +37,6 @@ _FOREIGN = (
     ".tflite", ".distcp",
 )  # fmt: skip
 """Weights and trainer states in files that are not part of the safetensors checkpoint."""
-_MAX_INDEX_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +208,8 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    if path.stat().st_size > _MAX_INDEX_NBYTES:
-        raise RejectedError(f"{path}: {path.stat().st_size} bytes; expected an index of at most {_MAX_INDEX_NBYTES}")
+    if path.stat().st_size > MAX_COMPANION_NBYTES:
+        raise RejectedError(f"{path}: {path.stat().st_size} bytes; expected an index of at most {MAX_COMPANION_NBYTES}")
     try:
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

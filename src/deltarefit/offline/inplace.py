@@ -127,7 +127,7 @@ class _Plan:
 
     prepared: Prepared
     patched: frozenset[str]
-    companions: dict[str, bytes]
+    companions: tuple[str, ...]
     """Those that differ from the base's."""
     removed: tuple[str, ...]
 
@@ -135,11 +135,11 @@ class _Plan:
     def of(cls, prepared: Prepared) -> _Plan:
         base, manifest = prepared.base, prepared.chain.last.manifest
         patched = frozenset(file.row.name for file in prepared.files if _can_patch(base, file))
-        companions = {
-            name: content
-            for name, content in prepared.companions.items()
-            if name not in base.companions or base.companions[name].read() != content
-        }
+        companions = tuple(
+            name
+            for name in sorted(prepared.companions)
+            if name not in base.companions or base.companions[name].read() != prepared.companion(name)
+        )
         stale = {file.name for file in base.files} if base.is_directory else set()
         stale |= {name for name in base.companions if name.endswith(INDEX_SUFFIX) or not manifest.tensors_only}
         removed = sorted(stale - {row.name for row in manifest.files})
@@ -162,8 +162,8 @@ def _can_patch(base: Checkpoint, file: TargetFile) -> bool:
 def _write_journal(plan: _Plan, report: ApplyReport, directory: Path, workers: Workers, meter: Meter, disk: Disk) -> None:
     """Fill the journal directory; it has no name yet that anyone looks for."""
     disk.make_directory(directory / _NEW)
-    for name, content in plan.companions.items():
-        write_file(directory / _NEW / name, content, disk)
+    for name in plan.companions:
+        write_file(directory / _NEW / name, plan.prepared.companion(name), disk)
     with ExitStack() as stack:
         fds: dict[str, int] = {}
         for file in plan.new_files():
@@ -181,7 +181,7 @@ def _write_journal(plan: _Plan, report: ApplyReport, directory: Path, workers: W
         format_version=_FORMAT_VERSION,
         report=report,
         patched=tuple(sorted(plan.patched)),
-        renamed=(*sorted(plan.companions), *sorted(fds)),
+        renamed=(*plan.companions, *sorted(fds)),
         removed=plan.removed,
     )
     write_file(directory / _STATE, msgspec.json.encode(journal), disk)

@@ -32,8 +32,19 @@ class Prepared:
     chain: Chain
     base: Checkpoint
     files: tuple[TargetFile, ...]
-    companions: Mapping[str, bytes]
-    """Bytes of every companion of the target, by name."""
+    companions: Mapping[str, FileRow]
+    """Every companion of the target, by name."""
+
+    def companion(self, name: str) -> bytes:
+        """A companion's bytes, from the delta that carries it or from the base, compared with its digest.
+
+        Raises:
+            BaseMismatchError: the base has to have it and has another one, or none.
+            PayloadInvalidError: the delta was altered.
+        """
+        row = self.companions[name]
+        carrier = self.chain.carrier(row)
+        return _from_base(row, self.base) if carrier is None else carrier[0].content(carrier[1])
 
     def places(self) -> dict[str, tuple[int, StoredTensor]]:
         """Where each target tensor goes: the file's number and its place there."""
@@ -56,7 +67,10 @@ def prepare(chain: Chain, base: Checkpoint, workers: Workers, meter: Meter) -> P
     check_bodies(chain.deltas, workers, meter)
     meter.start("check base", base.nbytes)
     check_base(chain, states_of(base, workers, meter), str(base.path))
-    return Prepared(chain, base, files, _companions(chain, base))
+    prepared = Prepared(chain, base, files, {row.name: row for row in chain.last.manifest.files if not row.holds_tensors})
+    for name in prepared.companions:
+        prepared.companion(name)
+    return prepared
 
 
 def target_files(delta: Delta) -> tuple[TargetFile, ...]:
@@ -104,16 +118,6 @@ def check_bodies(deltas: Sequence[Delta], workers: Workers, meter: Meter) -> Non
         meter.advance(delta.nbytes - sum(nbytes for nbytes, _ in sections))
         for nbytes in workers.map(lambda number, delta=delta: len(delta.section(number)), range(len(sections))):  # type: ignore[misc]
             meter.advance(nbytes)
-
-
-def _companions(chain: Chain, base: Checkpoint) -> dict[str, bytes]:
-    contents = {}
-    for row in chain.last.manifest.files:
-        if row.holds_tensors:
-            continue
-        carrier = chain.carrier(row)
-        contents[row.name] = _from_base(row, base) if carrier is None else carrier[0].content(carrier[1])
-    return contents
 
 
 def _from_base(row: FileRow, base: Checkpoint) -> bytes:

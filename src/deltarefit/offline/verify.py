@@ -72,7 +72,8 @@ def _compare_files(prepared: Prepared, wanted: Checkpoint) -> None:
         if name in prepared.companions or not manifest.tensors_only
     }
     for name in sorted(prepared.companions.keys() | companions.keys()):
-        if name not in companions or prepared.companions.get(name) != companions[name].read():
+        both = name in companions and name in prepared.companions
+        if not both or prepared.companion(name) != companions[name].read():
             raise PayloadInvalidError(f"{wanted.path}: {name}: the delta gives other bytes, or one of the two has no such file")
 
 
