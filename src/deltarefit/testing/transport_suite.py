@@ -121,11 +121,12 @@ class TransportTests:
 
     def test_stopped_attempt_refuses_sends_and_others_go_on(self, ends: TransportEnds) -> None:
         entry = ends.send(_payload_id(0), b"before")
+        assert ends.fetch(_payload_id(0), entry) == b"before"
         ends.sender.stop_and_wait(FIRST)
         ends.sender.stop_and_wait(FIRST)
         with pytest.raises(TransportError, match="stopped"):
             ends.sender.send(_payload_id(1), b"after")
-        assert ends.fetch(_payload_id(0), entry) == b"before", "stopping removes nothing"
+        assert ends.fetch(_payload_id(0), entry) == b"before", "stopping removes nothing that has arrived"
         other = ends.send(_payload_id(0, attempt=SECOND), b"other attempt")
         assert ends.fetch(_payload_id(0, attempt=SECOND), other) == b"other attempt"
 
@@ -159,6 +160,7 @@ class TransportTests:
     def test_cleanup_leaves_nothing_of_its_attempt_and_all_of_others(self, ends: TransportEnds) -> None:
         entries = [ends.send(_payload_id(n), _bytes(1000 * n, n)) for n in range(5)]
         kept = ends.send(_payload_id(0, attempt=SECOND), b"kept")
+        assert [ends.fetch(_payload_id(n), entry) for n, entry in enumerate(entries)][1] == _bytes(1000, 1)
         assert ends.leftovers(FIRST), "the look beneath sees payloads; else this test proves nothing"
         ends.sender.cleanup(FIRST)
         ends.sender.cleanup(FIRST)

@@ -87,7 +87,8 @@ class PayloadSender(Protocol):
     def stop_and_wait(self, attempt: AttemptId) -> None:
         """Refuse every later ``send`` of the attempt on this sender and return once no running one can still take effect.
 
-        May be called again, and for an attempt that never sent. Other attempts go on.
+        What was carried before may stay until ``cleanup``, and what was still on its way may be dropped. May be called again,
+        and for an attempt that never sent. Other attempts go on.
 
         Raises:
             DeadlineError: a running send did not end within the sender's limit; the attempt stays refused.
