@@ -10,14 +10,16 @@ import torch
 
 from deltarefit.bits import storage_view
 from deltarefit.canonical import Catalog, TensorDigest
-from deltarefit.errors import RejectedError
+from deltarefit.errors import BaseMismatchError, RejectedError
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader, learn_loader
 from deltarefit.placement.run import run_loader
 from deltarefit.placement.storages import StorageMap, state_tensors
+from deltarefit.receiver.crosscheck import contradiction, sample
 from deltarefit.receiver.guard import ModelGuard, Place, layout_fingerprint, layout_of, storage_digest
 from deltarefit.receiver.interceptor import WriteKey
+from deltarefit.receiver.kept import WRONG_DIGEST, KeptCopy
 from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
 from deltarefit.receiver.routes import (
     HeldPieces,
@@ -48,6 +50,12 @@ class DigestPlan:
 
     def digest(self) -> TensorDigest:
         """Sum over the first homes. A further home that differs shifts it, whichever of the two is wrong."""
+        try:
+            return self._sum()
+        except BaseMismatchError:  # a widened element has bits below the canonical ones: no canonical tensor looks like that
+            return WRONG_DIGEST
+
+    def _sum(self) -> TensorDigest:
         total = sum((target.digest(pieces) for target, pieces in self.primary), TensorDigest())
         for (target, piece), (first_target, first) in self.replicas:
             difference = target.digest((piece,)) - first_target.digest((first,))
@@ -61,10 +69,12 @@ class Prewarmed:
 
     catalog: Catalog
     layout: Mapping[str, Place]
+    layout_tag: str
     storages: StorageMap
     report: PrewarmReport
     targets: Mapping[str, tuple[WordsTarget, ...]]
     digest_plans: Mapping[str, DigestPlan]
+    kept: Mapping[str, KeptCopy]
     known_fills: frozenset[WriteKey]
     untouched: frozenset[str]
     """Keys of the storages that no canonical tensor reaches."""
@@ -192,18 +202,21 @@ class _Assembly:
         tensors = self._places()
         unreached = unreached_elements(tensors, claims)
         self._refuse_unreached(unreached, tensors)
+        if not self._refused:
+            self._cross_check(load_weights)
         if self._refused:
             raise _refusal(self._refused)
         routes = self._routes({name for pair in aliases for name in pair})
-        self._cross_check(load_weights)
         touched = {claim.storage for claim in claims}
         return Prewarmed(
             catalog=self._catalog,
             layout=layout_of(self._model),
+            layout_tag=self._settings.current_tag(),
             storages=self._storages,
             report=self._report(routes, unreached, aliases),
             targets=self._targets,
             digest_plans=self._digest_plans,
+            kept=self._kept(routes),
             known_fills=frozenset(write.key for write in learned.fills),
             untouched=frozenset(storage.key for storage in self._storages.storages if storage.key not in touched),
         )
@@ -261,8 +274,24 @@ class _Assembly:
             tuple(((makers[n], piece), (makers[m], first)) for (n, piece), (m, first) in held.replicas),
         )
 
+    def _kept(self, routes: Mapping[str, TensorRoute]) -> dict[str, KeptCopy]:
+        """Copies of computed tensors. Those that must be loaded whole are gathered in any case."""
+        kept: dict[str, KeptCopy] = {}
+        left = self._settings.keep_nbytes
+        for name, route in routes.items():
+            if route.kind == "scratch" and (route.is_dense or self._catalog[name].nbytes <= left):
+                left -= self._catalog[name].nbytes
+                kept[name] = KeptCopy(self._catalog[name], self._trials[name].ranges, route.is_dense)
+        return kept
+
     def _cross_check(self, load_weights: LoadWeights) -> None:
-        """A sample of tensors, alone: the loader must put random bits where the pieces say."""
+        """Compare a sample of tensors with what the loader does to them alone."""
+        homes, generator = self._learned.homes, np.random.default_rng(2)
+        direct = [name for name in homes if name not in self._learned.indirect]
+        for name in sample(direct, self._settings.cross_check):
+            problem = contradiction(load_weights, self._storages, self._catalog[name], homes[name], generator)
+            if problem is not None:
+                self._refused[name] = f"start-up cross-check: {problem}"
 
     def _report(
         self, routes: dict[str, TensorRoute], unreached: dict[str, int], aliases: list[tuple[str, str]]
@@ -278,7 +307,7 @@ class _Assembly:
         ]
         return PrewarmReport(
             routes=routes,
-            fingerprint=layout_fingerprint(layout_of(self._model), self._catalog.digest, self._settings.layout_tag, *lines),
+            fingerprint=layout_fingerprint(layout_of(self._model), self._catalog.digest, self._settings.current_tag(), *lines),
             unreached=unreached,
             misreported=tuple(sorted(n for n in self._learned.reported if n in routes and routes[n].kind == "skipped")),
             aliases=tuple(aliases),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from deltarefit import kernels
-from deltarefit.canonical import Catalog, TensorDigest, TensorSpec, Words
-from deltarefit.errors import LoaderContractError, PayloadInvalidError, PayloadMissingError, RejectedError
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.errors import LoaderContractError, PayloadInvalidError, RejectedError
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver.guard import layout_fingerprint, layout_of
+from deltarefit.receiver.guard import layout_of
 from deltarefit.receiver.prewarm import Prewarmed, prewarm_model
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
@@ -28,21 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["RankReceiver"]
 
 
-@dataclass(slots=True, eq=False)
-class _DenseStage:
-    """Elements of a tensor that must be loaded whole, gathered from several items of one attempt."""
-
-    words: Words
-    present: NDArray[np.bool_]
-
-    def add(self, item: CodedItem) -> bool:
-        """Take an item's elements; whether all are there now."""
-        positions = kernels.decode_positions(item)
-        self.words[positions] = kernels.decode_values(item)
-        self.present[positions] = True
-        return bool(self.present.all())
-
-
 class RankReceiver:
     """Applies payloads to the parameters and buffers of one rank's model, in place.
 
@@ -51,15 +33,20 @@ class RankReceiver:
     """
 
     def __init__(self, model: torch.nn.Module, load_weights: LoadWeights, *, settings: ReceiverSettings | None = None) -> None:
+        """Nothing is read or changed yet.
+
+        Args:
+            model: holds every tensor that the loader writes as a parameter or buffer.
+            load_weights: the engine's own loader; takes (canonical name, tensor) pairs and copies them into place.
+            settings: how to receive.
+        """
         self._model = model
         self._load_weights = load_weights
         self._settings = settings or ReceiverSettings()
         self._prewarmed: Prewarmed | None = None
-        self._fingerprint = ""
-        self._plan: RefitPlan | None = None
         self._path: LoaderPath | None = None
+        self._plan: RefitPlan | None = None
         self._attempt = ""
-        self._stages: dict[str, _DenseStage] = {}
 
     def prewarm(self, catalog: Catalog) -> PrewarmReport:
         """Learn where every tensor of the catalog goes. Changes no byte of the model; cheap if nothing changed since.
@@ -67,13 +54,19 @@ class RankReceiver:
         Raises:
             RejectedError: tensors that cannot be refit, each with its reason.
         """
-        fingerprint = self._layout(catalog)
-        if self._prewarmed is None or fingerprint != self._fingerprint:
+        known = self._prewarmed
+        if known is None or known.catalog != catalog or self._stale(known):
             self._prewarmed, self._plan, self._path = None, None, None
-            self._prewarmed = prewarm_model(self._model, self._load_weights, catalog, self._settings)
-            self._fingerprint = fingerprint
-            self._path = self._loader_path(self._prewarmed)
-        return self._prewarmed.report
+            known = prewarm_model(self._model, self._load_weights, catalog, self._settings)
+            self._path = LoaderPath(
+                self._load_weights,
+                known.storages,
+                ScratchBuffer(known.report.scratch_nbytes),
+                known_fills=known.known_fills,
+                verify=self._settings.verify_writes,
+            )
+            self._prewarmed = known
+        return known.report
 
     def prepare(self, plan: RefitPlan) -> None:
         """Fix the plan of the next attempt.
@@ -84,11 +77,8 @@ class RankReceiver:
         known = self._known()
         if plan.catalog != known.catalog:
             raise RejectedError("prepare: the plan's catalog is not the one of the last prewarm; run prewarm again")
-        if self._layout(plan.catalog) != self._fingerprint:
-            raise RejectedError(
-                f"prepare: the model's layout changed since prewarm ({', '.join(self._moved()[:3]) or 'other settings'}); "
-                "run prewarm again"
-            )
+        if stale := self._stale(known):
+            raise RejectedError(f"prepare: {stale} changed since prewarm; run prewarm again")
         for name, route in known.report.routes.items():
             if route.kind == "skipped":
                 continue
@@ -98,11 +88,13 @@ class RankReceiver:
             if route.is_dense and name not in plan.dense:
                 raise RejectedError(f"prepare: every element of tensor {name} must be sent each time: {route.reason}")
         self._plan = plan
-        self._stages = {}
         self._attempt = ""
 
     def apply(self, payload: Payload) -> int:
         """Apply a payload's items in order. All items are checked before the first is applied.
+
+        Args:
+            payload: from ``payload.decode``, which has checked every position in it.
 
         Returns:
             Storage elements written on this rank.
@@ -115,15 +107,17 @@ class RankReceiver:
         known = self._known()
         if self._plan is None:
             raise RejectedError("apply: no plan was prepared on this receiver")
+        where = f"payload {payload.header.sequence} of owner {payload.header.owner}, attempt {payload.header.attempt}"
         if payload.header.plan_digest != self._plan.digest:
             raise PayloadInvalidError(
-                f"payload {payload.header.sequence} of owner {payload.header.owner}: made for plan "
-                f"{payload.header.plan_digest}, this receiver prepared {self._plan.digest}"
+                f"{where}: made for plan {payload.header.plan_digest}, this receiver prepared {self._plan.digest}"
             )
         for item in payload.items:
-            self._check(item, known, self._plan)
+            _check(item, known, self._plan, where)
         if payload.header.attempt != self._attempt:
-            self._attempt, self._stages = str(payload.header.attempt), {}
+            self._attempt = str(payload.header.attempt)
+            for copy in known.kept.values():
+                copy.begin()
         return sum(self._apply_item(item, known) for item in payload.items)
 
     def synchronize(self) -> None:
@@ -133,29 +127,31 @@ class RankReceiver:
             PayloadMissingError: a tensor that must be loaded whole did not arrive whole.
             LoaderContractError: storage was moved or replaced since prewarm.
         """
-        for device in {storage.device for storage in self._known().storages.storages}:
+        known = self._known()
+        for device in {storage.device for storage in known.storages.storages}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        if self._stages:
-            name, stage = next(iter(self._stages.items()))
-            raise PayloadMissingError(
-                f"tensor {name}: must be loaded whole, {int(stage.present.sum())} of {stage.present.size} elements arrived"
-            )
-        if moved := self._moved():
+        for copy in known.kept.values():
+            copy.require_whole()
+        if moved := self._moved(known):
             raise LoaderContractError(
                 f"storage of {', '.join(moved[:3])} was moved or replaced since prewarm; run prewarm again"
             )
 
     def digests(self) -> dict[str, RankDigest]:
-        """Digests computed now from the bits that this rank holds, for every tensor that it holds as its stored bits.
+        """Digests computed now from the bits that this rank holds, for every tensor whose canonical bits it can prove.
 
-        A further copy of elements on the same rank counts too: if it differs, the tensor's digest is wrong.
+        A further copy of elements on the same rank counts too: if it differs, the tensor's digest is wrong on purpose.
         """
         known = self._known()
         result: dict[str, RankDigest] = {}
         for name, plan in known.digest_plans.items():
             digest = plan.digest()
             result[name] = RankDigest(plan.coverage, plan.num_elements, digest.lane0, digest.lane1)
+        for name, copy in known.kept.items():
+            shown = copy.digest(self._load_weights, known.storages)
+            if shown is not None:
+                result[name] = RankDigest("whole", copy.spec.num_elements, shown.lane0, shown.lane1)
         return result
 
     def residue(self) -> dict[str, TensorDigest]:
@@ -167,39 +163,36 @@ class RankReceiver:
             raise RejectedError("receiver: run prewarm first")
         return self._prewarmed
 
-    def _layout(self, catalog: Catalog) -> str:
-        return layout_fingerprint(layout_of(self._model), catalog.digest, self._settings.layout_tag)
+    def _stale(self, known: Prewarmed) -> str:
+        """What makes a prewarm stale, in words; empty if nothing does."""
+        if self._settings.current_tag() != known.layout_tag:
+            return "the engine's settings"
+        moved = self._moved(known)
+        return f"storage of {', '.join(moved[:3])}" if moved else ""
 
-    def _moved(self) -> list[str]:
-        before, now = self._known().layout, layout_of(self._model)
-        return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-
-    def _loader_path(self, known: Prewarmed) -> LoaderPath:
-        return LoaderPath(
-            self._load_weights,
-            known.storages,
-            ScratchBuffer(known.report.scratch_nbytes),
-            known_fills=known.known_fills,
-            verify=self._settings.verify_writes,
-        )
-
-    def _check(self, item: CodedItem, known: Prewarmed, plan: RefitPlan) -> None:
-        name = item.spec.name
-        spec = known.catalog.get(name)
-        if spec != item.spec:
-            raise PayloadInvalidError(f"item of {item.spec}: expected {spec or 'a name of the catalog'}")
-        allowed = {Encoding.OVERWRITE} if name in plan.dense else {Encoding.OVERWRITE, plan.encodings[name]}
-        if item.encoding not in allowed:
-            raise PayloadInvalidError(f"item of {name}: encoding {item.encoding.name} is not what the plan says for it")
-        kernels.decode_positions(item)
+    def _moved(self, known: Prewarmed) -> list[str]:
+        now = layout_of(self._model)
+        if now == known.layout:
+            return []
+        return sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
 
     def _apply_item(self, item: CodedItem, known: Prewarmed) -> int:
-        route = known.report.routes[item.spec.name]
+        name = item.spec.name
+        route = known.report.routes[name]
         if route.kind == "skipped":
             return 0
+        if self._path is None:
+            raise RejectedError("receiver: run prewarm first")
+        if name in known.kept:
+            return known.kept[name].apply(item, self._path)
         if route.kind == "pieces" and self._settings.path is ApplyPath.COMPILED:
             return self._apply_to_targets(item, known)
-        return self._apply_through_loader(item, known)
+        positions, values = kernels.decode_positions(item), kernels.decode_values(item)
+        if item.encoding is not Encoding.OVERWRITE:
+            return self._path.masks(item.spec, positions, values, item.encoding)
+        if route.kind == "pieces":
+            return self._path.bits(item.spec, positions, values)
+        return self._path.values(item.spec, positions, values)
 
     def _apply_to_targets(self, item: CodedItem, known: Prewarmed) -> int:
         written = 0
@@ -212,24 +205,14 @@ class RankReceiver:
             verify_item(target, item, before)
         return written
 
-    def _apply_through_loader(self, item: CodedItem, known: Prewarmed) -> int:
-        path = self._path
-        if path is None:
-            raise RejectedError("receiver: run prewarm first")
-        spec, route = item.spec, known.report.routes[item.spec.name]
-        if route.is_dense:
-            stage = self._stages.setdefault(spec.name, _new_stage(spec))
-            if not stage.add(item):
-                return 0
-            del self._stages[spec.name]
-            return path.dense(spec, stage.words)
-        positions, values = kernels.decode_positions(item), kernels.decode_values(item)
-        if item.encoding is not Encoding.OVERWRITE:
-            return path.masks(spec, positions, values, item.encoding)
-        if route.kind == "pieces":
-            return path.bits(spec, positions, values)
-        return path.values(spec, positions, values)
 
-
-def _new_stage(spec: TensorSpec) -> _DenseStage:
-    return _DenseStage(np.zeros(spec.num_elements, spec.word_dtype), np.zeros(spec.num_elements, bool))
+def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:
+    name = item.spec.name
+    spec = known.catalog.get(name)
+    if spec != item.spec:
+        raise PayloadInvalidError(f"{where}: item of {item.spec}, expected {spec or 'a name of the catalog'}")
+    if item.encoding is Encoding.OVERWRITE:
+        return
+    if name in plan.dense or item.encoding is not plan.encodings[name]:
+        wanted = Encoding.OVERWRITE if name in plan.dense else plan.encodings[name]
+        raise PayloadInvalidError(f"{where}: item of {name} is {item.encoding.name}, the plan says {wanted.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,15 +31,21 @@ class ReceiverSettings:
     """Patterns (as in file names) of parameters that no canonical tensor reaches, and that is right so."""
     may_be_empty: tuple[str, ...] = ()
     """Patterns of parameters of shape (0,) that were not emptied by weight packing."""
-    layout_tag: str = ""
+    layout_tag: str | Callable[[], str] = ""
     """Whatever else decides where the engine puts weights: its version, its options. A change asks for a new prewarm."""
     cross_check: int = 16
     """Tensors whose learned pieces are compared at prewarm with what the loader does to random bits; 0 for none."""
     snapshot_nbytes: int = 256 * 2**20
     """A model up to this size is copied for the time of prewarm, so that a loader that writes behind the hook does no harm."""
+    keep_nbytes: int = 64 * 2**20
+    """Canonical copies kept of tensors whose values the loader computes, all together at most (``kept``)."""
     torch_writes: bool = False
     """Write host memory with torch operations too, as memory of an accelerator is. For tests."""
 
+    def current_tag(self) -> str:
+        """The layout tag as it is now."""
+        return self.layout_tag if isinstance(self.layout_tag, str) else self.layout_tag()
+
     def __post_init__(self) -> None:
-        if self.cross_check < 0 or self.snapshot_nbytes < 0:
-            raise RejectedError(f"receiver settings: cross_check and snapshot_nbytes must not be negative, got {self}")
+        if min(self.cross_check, self.snapshot_nbytes, self.keep_nbytes) < 0:
+            raise RejectedError(f"receiver settings: counts and sizes must not be negative, got {self}")

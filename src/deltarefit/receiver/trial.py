@@ -38,6 +38,8 @@ class TrialResult:
     reason: str
     refusal: str | None = None
     """Why the tensor cannot be refit at all."""
+    ranges: tuple[tuple[ModelStorage, int, int], ...] = ()
+    """Bytes of storage that a load of it writes."""
 
 
 def try_loader(
@@ -65,7 +67,8 @@ def try_loader(
         except LoaderContractError as error:
             return _refused(opaque, str(error))
         problem = problem or trial.sparse_problem(old, changed, new, fresh)
-    return TrialResult(problem is not None, f"{opaque.reason}{f'; {problem}' if problem else ''}")
+    reason = f"{opaque.reason}; {problem}" if problem else opaque.reason
+    return TrialResult(problem is not None, reason, ranges=tuple(ranges))
 
 
 def _refused(opaque: OpaqueWrites, why: str) -> TrialResult:
