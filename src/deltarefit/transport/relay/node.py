@@ -41,6 +41,9 @@ class _Above:
         self.channel = channel
         self.name = name
         self.held: dict[int, Held] = {}
+        self.carries = False
+        """Whether payloads come on it; others carry one call."""
+        self.ended = threading.Event()
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def answer(self, message: Message) -> None:
@@ -189,6 +192,7 @@ class RelayNode(ForwarderOwner):
         finally:
             with self._lock:
                 self._aboves.discard(above)
+            above.ended.set()
             above.end()
             channel.abort()
             writer.join()
@@ -202,6 +206,7 @@ class RelayNode(ForwarderOwner):
                 continue
             message = frame.decode(body)
             if isinstance(message, Route):
+                self._succeed(above)
                 self._take_route(message)
             elif isinstance(message, Offer):
                 self._take_offer(above, message)
@@ -211,6 +216,18 @@ class RelayNode(ForwarderOwner):
                 raise TransportError(f"{above.name} sent {type(message).__name__} where payloads were expected")
 
     # What comes from above.
+
+    def _succeed(self, above: _Above) -> None:
+        """End an earlier connection of the same caller, whose last bytes may still be on their way to the shelf: only then is
+        the answer to an offer right about what is here."""
+        if above.carries:
+            return
+        above.carries = True
+        with self._lock:
+            earlier = [each for each in self._aboves if each.carries and each.name == above.name and each is not above]
+        for each in earlier:
+            each.channel.abort()
+            each.ended.wait(self._context.settings.silence_s)
 
     def _take_route(self, route: Route) -> None:
         stream = (AttemptId(route.attempt), route.owner)
