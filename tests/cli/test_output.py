@@ -32,7 +32,9 @@ def test_format_nbytes(nbytes, text):
     assert _output.format_nbytes(nbytes) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.25, "0.25 s"), (12.4, "12 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.25, "0.25 s"), (2.3e-6, "0 s"), (12.4, "12 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
 def test_format_seconds(seconds, text):
     assert _output.format_seconds(seconds) == text
 
@@ -75,16 +77,25 @@ def test_table_keeps_lines_whole_away_from_a_terminal(capsys):
 
 
 def test_plain_progress_prints_one_line_a_tenth(capsys):
-    clock = iter(range(100))
-    meter = _output._PlainMeter(lambda: next(clock))
+    now_s = 0.0
+    meter = _output._PlainMeter(lambda: now_s)
     meter.start("compare", 1000)
     for _ in range(100):
+        now_s += 0.3
         meter.advance(10)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "compare: 1000 B"
-    assert lines[1] == "compare: 10%, 9 s left"
+    assert lines[1] == "compare: 10%, 27 s left"
     assert lines[-1] == "compare: 100%, 0 s left"
     assert len(lines) == 11
+
+
+def test_plain_progress_of_short_work_is_one_line(capsys):
+    meter = _output._PlainMeter(lambda: 0.0)
+    meter.start("compare", 1000)
+    for _ in range(100):
+        meter.advance(10)
+    assert capsys.readouterr().err == "compare: 1000 B\n"
 
 
 def test_silent_progress_is_silent(capsys):

@@ -46,7 +46,9 @@ _UNITS = {
 }  # fmt: skip
 _NBYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PLAIN_LINES = 10
-"""Lines per stage where no terminal shows a bar."""
+"""Most lines per stage where no terminal shows a bar."""
+_PLAIN_PAUSE_S = 2.0
+"""Least time between two of them."""
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -93,7 +95,7 @@ def format_nbytes(nbytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """``0.25 s``, ``12 s``, ``3 min 20 s`` or ``2 h 05 min``."""
     if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{round(seconds, 3):.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
@@ -195,24 +197,25 @@ class _SilentMeter:
 
 
 class _PlainMeter:
-    """One line per stage and per tenth of it, with the time that the rest will take at the pace so far."""
+    """One line per stage and, while it lasts, per tenth of it, with the time that the rest will take at the pace so far."""
 
     def __init__(self, clock_s: Callable[[], float] = now_s) -> None:
         self._clock_s = clock_s
-        self._stage, self._total, self._done, self._printed, self._began_s = "", 0, 0, 0, 0.0
+        self._stage, self._total, self._done, self._printed, self._began_s, self._printed_s = "", 0, 0, 0, 0.0, 0.0
 
     def start(self, stage: str, total: int) -> None:
         self._stage, self._total, self._done, self._printed = stage, total, 0, 0
-        self._began_s = self._clock_s()
+        self._began_s = self._printed_s = self._clock_s()
         click.echo(f"{stage}: {format_nbytes(total)}", err=True)
 
     def advance(self, amount: int) -> None:
         self._done += amount
         lines_due = _PLAIN_LINES * self._done // self._total if self._total else _PLAIN_LINES
-        if lines_due <= self._printed:
+        now_s = self._clock_s() if lines_due > self._printed else self._printed_s
+        if now_s < self._printed_s + _PLAIN_PAUSE_S:
             return
-        self._printed = lines_due
-        elapsed_s = self._clock_s() - self._began_s
+        self._printed, self._printed_s = lines_due, now_s
+        elapsed_s = now_s - self._began_s
         left_s = elapsed_s * (self._total - self._done) / self._done if self._done else 0.0
         click.echo(f"{self._stage}: {100 * lines_due // _PLAIN_LINES}%, {format_seconds(max(0.0, left_s))} left", err=True)
 
