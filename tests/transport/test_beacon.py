@@ -8,7 +8,7 @@ import pytest
 
 from deltarefit.errors import RejectedError
 from deltarefit.runtime.clock import ManualClock
-from deltarefit.transport import Beacon, BeaconWatch, keys, open_run, read_beacons
+from deltarefit.transport import Beacon, BeaconWatch, keys, open_run, read_beacon, read_beacons
 
 RUN = itertools.count()
 
@@ -70,3 +70,14 @@ def test_foreign_objects_are_no_beacons(store, caplog):
 def test_too_much_info_is_refused(store):
     with pytest.raises(RejectedError, match="at most"):
         Beacon(store, keys.member("a"), nonce="00000001", info=bytes(40_000))
+
+
+def test_one_beacon_is_read_by_its_key(store, caplog):
+    assert read_beacon(store, keys.member("a")) is None
+    Beacon(store, keys.member("a"), nonce="00000001", info=b"here").beat()
+    assert read_beacon(store, keys.member("a")).info == b"here"
+    store.put(keys.member("b"), store.get(keys.member("a"), max_nbytes=1000))
+    assert read_beacon(store, keys.member("b")) is None, "it names another member"
+    store.put(keys.member("a"), b"something else")
+    assert read_beacon(store, keys.member("a")) is None
+    assert "not a beacon" in caplog.text

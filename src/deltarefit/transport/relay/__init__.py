@@ -10,5 +10,15 @@ from deltarefit.transport.relay.client import RelaySender
 from deltarefit.transport.relay.frame import Peer
 from deltarefit.transport.relay.node import RelayNode
 from deltarefit.transport.relay.source import RelaySource
+from deltarefit.transport.relay.tls import caller_tls, listener_tls
 
-__all__ = ["Peer", "RelayContext", "RelayNode", "RelaySender", "RelaySettings", "RelaySource"]
+__all__ = [
+    "Peer",
+    "RelayContext",
+    "RelayNode",
+    "RelaySender",
+    "RelaySettings",
+    "RelaySource",
+    "caller_tls",
+    "listener_tls",
+]
