@@ -27,34 +27,32 @@ class Inputs:
     """
 
     def __init__(self, specs: Iterable[TensorSpec], content: Callable[[TensorSpec], Words] | None = None) -> None:
-        self._specs = tuple(specs)
+        """Made before any hook is set, so that making them is not dispatched."""
         self._content = content
         self._arena = np.zeros(0, np.uint8)
         self._used = 0
-        self._owner: dict[int, tuple[TensorSpec, torch.Tensor]] = {}
+        self._tensors = {spec.name: self._tensor(spec) for spec in specs}
+        self._owner = {
+            tensor.untyped_storage().data_ptr(): spec for spec, tensor in self._tensors.values() if spec.num_elements
+        }
         self.current: str | None = None
         """The name that the loader asked for last."""
         self.is_exhausted = False
         """Whether the loader has asked for every tensor."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in self._specs:
-            tensor = self._tensor(spec)
-            self.current = spec.name
-            yield spec.name, tensor
+        for name, (_, tensor) in self._tensors.items():
+            self.current = name
+            yield name, tensor
         self.is_exhausted = True
 
     def find(self, tensor: torch.Tensor) -> TensorSpec | None:
         """The canonical tensor whose memory a tensor views; None if it views none of these."""
-        found = self._owner.get(tensor.untyped_storage().data_ptr())
-        return None if found is None else found[0]
+        return self._owner.get(tensor.untyped_storage().data_ptr())
 
-    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+    def _tensor(self, spec: TensorSpec) -> tuple[TensorSpec, torch.Tensor]:
         words = self._zeros(spec) if self._content is None else self._content(spec)
-        tensor = tensor_from_words(words, spec)
-        if spec.num_elements:
-            self._owner[tensor.untyped_storage().data_ptr()] = (spec, tensor)
-        return tensor
+        return spec, tensor_from_words(words, spec)
 
     def _zeros(self, spec: TensorSpec) -> Words:
         if spec.nbytes > _ARENA_NBYTES // 8:

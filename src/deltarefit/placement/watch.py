@@ -105,6 +105,11 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.is_collecting = False
         """Whether the loader had asked for every tensor before its first write."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping the hook for its compiler: nothing here is compiled, and importing that takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         slots, num_returns = _written_arguments(func)

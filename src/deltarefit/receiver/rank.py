@@ -11,8 +11,9 @@ from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import LoaderContractError, PayloadInvalidError, RejectedError
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
+from deltarefit.receiver.assembly import Prewarmed
 from deltarefit.receiver.guard import layout_of
-from deltarefit.receiver.prewarm import Prewarmed, prewarm_model
+from deltarefit.receiver.prewarm import prewarm_model
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings

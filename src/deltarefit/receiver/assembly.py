@@ -1,0 +1,238 @@
+"""Puts routes, targets and digests of one prewarm together, and collects every refusal before it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deltarefit.bits import storage_view
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.errors import BaseMismatchError, RejectedError
+from deltarefit.pieces import Piece, StridedView
+from deltarefit.placement.inputs import LoadWeights
+from deltarefit.placement.learn import LearnedLoader
+from deltarefit.placement.storages import StorageMap, state_tensors
+from deltarefit.receiver.crosscheck import contradiction, sample
+from deltarefit.receiver.guard import Place, layout_fingerprint, layout_of, storage_digest
+from deltarefit.receiver.interceptor import WriteKey
+from deltarefit.receiver.kept import WRONG_DIGEST, KeptCopy
+from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
+from deltarefit.receiver.routes import (
+    HeldPieces,
+    aliases_and_collisions,
+    claims_of,
+    held_pieces,
+    pieces_route,
+    scratch_route,
+    unreached_elements,
+)
+from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
+from deltarefit.receiver.trial import TrialResult
+from deltarefit.receiver.writers import WordsTarget, target_of_piece, targets_of
+
+__all__ = ["Assembly", "DigestPlan", "Prewarmed", "refusal"]
+
+_SHOWN = 20
+
+
+def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> RejectedError:
+    """One error that lists tensors with their reasons."""
+    lines = [f"  {name}: {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
+    more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    return RejectedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n" + "\n".join(lines) + more)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DigestPlan:
+    """How to compute the digest of one tensor from what a rank holds."""
+
+    coverage: str
+    num_elements: int
+    primary: tuple[tuple[WordsTarget, tuple[Piece, ...]], ...]
+    replicas: tuple[tuple[tuple[WordsTarget, Piece], tuple[WordsTarget, Piece]], ...]
+
+    def digest(self) -> TensorDigest:
+        """Sum over the first homes. A further home that differs shifts it, whichever of the two is wrong."""
+        try:
+            return self._sum()
+        except BaseMismatchError:  # a widened element has bits below the canonical ones: no canonical tensor looks like that
+            return WRONG_DIGEST
+
+    def _sum(self) -> TensorDigest:
+        total = sum((target.digest(pieces) for target, pieces in self.primary), TensorDigest())
+        for (target, piece), (first_target, first) in self.replicas:
+            difference = target.digest((piece,)) - first_target.digest((first,))
+            total = total + difference + difference + difference
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prewarmed:
+    """What one prewarm learned, ready for use."""
+
+    catalog: Catalog
+    layout: Mapping[str, Place]
+    layout_tag: str
+    storages: StorageMap
+    report: PrewarmReport
+    targets: Mapping[str, tuple[WordsTarget, ...]]
+    digest_plans: Mapping[str, DigestPlan]
+    kept: Mapping[str, KeptCopy]
+    known_fills: frozenset[WriteKey]
+    untouched: frozenset[str]
+    """Keys of the storages that no canonical tensor reaches."""
+
+    def residue(self) -> dict[str, TensorDigest]:
+        """Digests of the storages that no canonical tensor reaches."""
+        return {s.key: storage_digest(s) for s in self.storages.storages if s.key in self.untouched}
+
+
+class Assembly:
+    """Puts routes, targets and digests together, and collects every refusal before it raises."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        storages: StorageMap,
+        catalog: Catalog,
+        settings: ReceiverSettings,
+        learned: LearnedLoader,
+        trials: Mapping[str, TrialResult],
+    ) -> None:
+        self._model = model
+        self._storages = storages
+        self._catalog = catalog
+        self._settings = settings
+        self._learned = learned
+        self._trials = trials
+        self._refused = dict(learned.refused)
+        self._targets: dict[str, tuple[WordsTarget, ...]] = {}
+        self._digest_plans: dict[str, DigestPlan] = {}
+
+    def build(self, load_weights: LoadWeights) -> Prewarmed:
+        learned = self._learned
+        claims = claims_of(learned)
+        aliases, collisions = aliases_and_collisions(learned, claims)
+        self._refused.update(collisions)
+        for name, trial in self._trials.items():
+            if trial.refusal is not None:
+                self._refused[name] = trial.refusal
+        tensors = self._places()
+        unreached = unreached_elements(tensors, claims)
+        self._refuse_unreached(unreached, tensors)
+        if not self._refused:
+            self._cross_check(load_weights)
+        if self._refused:
+            raise refusal(self._refused)
+        routes = self._routes({name for pair in aliases for name in pair})
+        touched = {claim.storage for claim in claims}
+        return Prewarmed(
+            catalog=self._catalog,
+            layout=layout_of(self._model),
+            layout_tag=self._settings.current_tag(),
+            storages=self._storages,
+            report=self._report(routes, unreached, aliases),
+            targets=self._targets,
+            digest_plans=self._digest_plans,
+            kept=self._kept(routes),
+            known_fills=frozenset(write.key for write in learned.fills),
+            untouched=frozenset(storage.key for storage in self._storages.storages if storage.key not in touched),
+        )
+
+    def _places(self) -> dict[str, tuple[str, StridedView, int]]:
+        places: dict[str, tuple[str, StridedView, int]] = {}
+        for name, tensor in state_tensors(self._model).items():
+            found = self._storages.find(tensor) if tensor.numel() else None
+            if found is not None:
+                places[name] = (found[0].key, storage_view(tensor), tensor.element_size())
+        return places
+
+    def _refuse_unreached(self, unreached: Mapping[str, int], places: Mapping[str, tuple[str, StridedView, int]]) -> None:
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        for name, count in unreached.items():
+            if name not in parameters or count < places[name][1].num_elements or matches(name, self._settings.may_lack):
+                continue
+            if name in self._learned.reported:
+                self._refused.setdefault(name, "the loader reports it as loaded, but no write to it was seen")
+            else:
+                self._refused.setdefault(name, "no canonical tensor reaches this parameter: the checkpoint lacks it")
+
+    def _routes(self, aliased: set[str]) -> dict[str, TensorRoute]:
+        routes: dict[str, TensorRoute] = {}
+        for name, spec in self._catalog.items():
+            if name in self._learned.homes:
+                routes[name] = self._pieces(name, name in aliased)
+            elif name in self._learned.opaque:
+                routes[name] = scratch_route(spec, self._trials[name])
+            else:
+                routes[name] = TensorRoute(kind="skipped", encodings=(), reason="the loader writes nothing for it here")
+        return routes
+
+    def _pieces(self, name: str, is_alias: bool) -> TensorRoute:
+        homes = self._learned.homes[name]
+        held = held_pieces(homes)
+        targets = targets_of(homes, torch_writes=self._settings.torch_writes)
+        self._targets[name] = targets
+        is_wide = any(home.width != self._catalog[name].element_nbytes for home in homes)
+        has_low_bits = is_wide and not all(target.low_bits_are_zero() for target in targets)
+        if held is not None and not has_low_bits:
+            self._digest_plans[name] = self._digest_plan(name, held)
+        return pieces_route(homes, held, is_alias=is_alias, has_low_bits=has_low_bits)
+
+    def _digest_plan(self, name: str, held: HeldPieces) -> DigestPlan:
+        homes = self._learned.homes[name]
+        makers = [target_of_piece(home, torch_writes=self._settings.torch_writes) for home in homes]
+        by_home: dict[int, list[Piece]] = {}
+        for number, piece in held.primary:
+            by_home.setdefault(number, []).append(piece)
+        return DigestPlan(
+            held.coverage,
+            held.num_elements,
+            tuple((makers[number], tuple(pieces)) for number, pieces in by_home.items()),
+            tuple(((makers[n], piece), (makers[m], first)) for (n, piece), (m, first) in held.replicas),
+        )
+
+    def _kept(self, routes: Mapping[str, TensorRoute]) -> dict[str, KeptCopy]:
+        """Copies of computed tensors. Those that must be loaded whole are gathered in any case."""
+        kept: dict[str, KeptCopy] = {}
+        left = self._settings.keep_nbytes
+        for name, route in routes.items():
+            if route.kind == "scratch" and (route.is_dense or self._catalog[name].nbytes <= left):
+                left -= self._catalog[name].nbytes
+                kept[name] = KeptCopy(self._catalog[name], self._trials[name].ranges, route.is_dense)
+        return kept
+
+    def _cross_check(self, load_weights: LoadWeights) -> None:
+        """Compare a sample of tensors with what the loader does to them alone."""
+        homes, generator = self._learned.homes, np.random.default_rng(2)
+        direct = [name for name in homes if name not in self._learned.indirect]
+        for name in sample(direct, self._settings.cross_check):
+            problem = contradiction(load_weights, self._storages, self._catalog[name], homes[name], generator)
+            if problem is not None:
+                self._refused[name] = f"start-up cross-check: {problem}"
+
+    def _report(
+        self, routes: dict[str, TensorRoute], unreached: dict[str, int], aliases: list[tuple[str, str]]
+    ) -> PrewarmReport:
+        through_loader = [
+            self._catalog[name].nbytes
+            for name, route in routes.items()
+            if route.kind == "scratch" or (route.kind == "pieces" and self._settings.path is ApplyPath.SCRATCH)
+        ]
+        lines = [
+            f"{name} {route.kind} {route.encodings} {route.cast} {route.coverage} {route.is_dense}"
+            for name, route in routes.items()
+        ]
+        return PrewarmReport(
+            routes=routes,
+            fingerprint=layout_fingerprint(layout_of(self._model), self._catalog.digest, self._settings.current_tag(), *lines),
+            unreached=unreached,
+            misreported=tuple(sorted(n for n in self._learned.reported if n in routes and routes[n].kind == "skipped")),
+            aliases=tuple(aliases),
+            num_storages=len(self._storages.storages),
+            resident_nbytes=self._storages.nbytes,
+            scratch_nbytes=max(through_loader, default=0),
+        )
