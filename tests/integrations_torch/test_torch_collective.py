@@ -25,7 +25,8 @@ assert collective.all_gather(b"x" * (3 * rank)) == [b"x" * (3 * other) for other
 assert collective.all_gather(b"") == [b""] * world
 assert collective.broadcast(b"plan" if rank == 1 else None, root=1) == b"plan"
 assert collective.broadcast(b"" if rank == 0 else None) == b""
-assert collective.all_to_all([bytes([rank, other]) * other for other in range(world)]) == [bytes([other, rank]) * rank for other in range(world)]
+sent = [bytes([rank, other]) * other for other in range(world)]
+assert collective.all_to_all(sent) == [bytes([other, rank]) * rank for other in range(world)]
 collective.barrier()
 dist.destroy_process_group()
 """

@@ -16,6 +16,7 @@ from deltarefit.source import (
     audit_coverage,
     audit_replicas,
     check_manifest,
+    find_replicas,
     together,
 )
 from deltarefit.source.audit import _check_cover, _view
@@ -194,3 +195,13 @@ def test_a_failure_on_one_rank_reaches_all_of_them():
         assert isinstance(other, RejectedError)
         assert "allocating failed on 1 of 3 training ranks: rank 1: ValueError: no room" in str(other)
     assert run_ranks(2, lambda c: together(c, "counting", lambda: c.rank)) == [0, 1]
+
+
+def test_ranks_that_list_the_same_shard_are_its_replicas():
+    def work(collective):
+        tensor = spec()
+        part = collective.rank % 2
+        tasks = [whole_task(tensor, np.zeros(24, "<u2"), (), key=f"w@{part}"), whole_task(spec("b"), np.zeros(24, "<u2"), (0,))]
+        return [task.replicas for task in find_replicas(tasks, collective)]
+
+    assert run_ranks(4, work) == [[(0, 2), (0,)], [(1, 3), (0,)]] * 2

@@ -1,5 +1,7 @@
 """Pieces moved from a row-major tensor onto the strided view that holds it."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from deltarefit import kernels
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, StridedView, whole
-from deltarefit.source import onto_view, window
+from deltarefit.source import onto_shard, onto_view, window
 
 
 def pairs(pieces):
@@ -84,3 +86,44 @@ def test_the_window_is_the_least_that_must_be_read():
     assert (first, count) == (10, 14)
     assert kernels.gather(storage[first : first + count], moved).tolist() == kernels.gather(storage, pieces).tolist()
     assert window([]) == (0, 0, ())
+
+
+@st.composite
+def shards(draw):
+    """Intervals per dimension of a small tensor, in any order, and a strided view that holds their product."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    held = []
+    for length in shape:
+        cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=5))) if length > 1 else [0, length]
+        intervals = [pair for n, pair in enumerate(itertools.pairwise(cuts)) if n % 2 == 0]
+        held.append(tuple(draw(st.permutations(intervals))))
+    lengths = tuple(sum(stop - start for start, stop in intervals) for intervals in held)
+    return shape, held, whole(lengths)
+
+
+@given(st.data())
+def test_a_shard_holds_exactly_its_part_of_every_piece(data):
+    shape, held, local = data.draw(shards())
+    positions = {}
+    for place in np.ndindex(local.shape):
+        coordinates = [
+            [k for start, stop in intervals for k in range(start, stop)][p] for intervals, p in zip(held, place, strict=True)
+        ]
+        flat = sum(c * s for c, s in zip(coordinates, whole(shape).stride, strict=True))
+        positions[flat] = sum(p * s for p, s in zip(place, local.stride, strict=True))
+    piece = data.draw(piece_of(whole(shape).num_elements))
+    try:
+        moved = onto_shard([piece], shape, held, local)
+    except RejectedError:
+        assert piece.storage.stride[0] > 1
+        return
+    assert pairs(moved) == sorted((k, positions[s]) for k, s in pairs([piece]) if s in positions)
+
+
+def test_a_shard_of_another_shape_than_its_intervals_is_refused():
+    with pytest.raises(RejectedError, match=r"shard of shape \(2,\)"):
+        onto_shard([], (4,), [((0, 3),)], whole((2,)))
+
+
+def test_an_empty_shard_holds_nothing():
+    assert onto_shard([Piece(whole((6,)), whole((6,)))], (2, 3), [(), ((0, 3),)], whole((0, 3))) == ()

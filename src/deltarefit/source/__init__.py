@@ -13,7 +13,8 @@ from deltarefit.source.collective import Collective, LocalCollective, together
 from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, required_tensors
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
-from deltarefit.source.regions import onto_view, window
+from deltarefit.source.regions import onto_shard, onto_view, window
+from deltarefit.source.replicas import find_replicas
 from deltarefit.source.residual import ResidualBaseline, ResidualStage
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.setup import Source, open_source
@@ -43,6 +44,8 @@ __all__ = [
     "cut_into_buckets",
     "cut_into_chunks",
     "elect_owners",
+    "find_replicas",
+    "onto_shard",
     "onto_view",
     "open_source",
     "owned_tasks",

@@ -30,13 +30,15 @@ def elect_owners(tasks: Iterable[ConversionTask]) -> dict[str, int]:
     sets are dealt out independently because a rank does not know the shards of others.
 
     Raises:
-        RejectedError: two tasks have one key.
+        RejectedError: two tasks have one key, or one has no replica set yet.
     """
     by_replicas: dict[tuple[int, ...], list[ConversionTask]] = {}
     seen: set[str] = set()
     for task in tasks:
         if task.key in seen:
             raise RejectedError(f"conversion task {task.key} is listed twice; expected one task per shard")
+        if not task.replicas:
+            raise RejectedError(f"conversion task {task.key} has no replica set; expected find_replicas to be called first")
         seen.add(task.key)
         by_replicas.setdefault(task.replicas, []).append(task)
     owners: dict[str, int] = {}

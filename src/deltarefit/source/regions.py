@@ -1,4 +1,4 @@
-"""Moving pieces between coordinate systems: from a row-major tensor onto the strided view that really holds it.
+"""Moving pieces between coordinate systems: from a row-major tensor onto the strided view or shard that really holds it.
 
 A converter is watched on plain contiguous tensors, so its pieces address a parameter as if it were row-major. The parameter may
 be transposed, a slice of something larger, or a shard; here its pieces are re-addressed, exactly and without touching data.
@@ -6,13 +6,15 @@ be transposed, a slice of something larger, or a shard; here its pieces are re-a
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, StridedView
 
-__all__ = ["onto_view", "window"]
+__all__ = ["onto_shard", "onto_view", "window"]
 
 _MOST_CUTS = 2**20  # a piece that needs more is not laid out like a tensor of this shape
 
@@ -51,12 +53,9 @@ class _Box:
     def with_axis(self, place: int, *axes: _Axis) -> _Box:
         return _Box(self.canonical_offset, self.offset, (*self.axes[:place], *axes, *self.axes[place + 1 :]))
 
-    def cut(self, place: int, at: int) -> tuple[_Box, _Box]:
+    def cut(self, place: int, at: int) -> list[_Box]:
         """The first ``at`` steps of an axis, and the rest."""
-        axis = self.axes[place]
-        head = self.with_axis(place, _Axis(at, axis.canonical_stride, axis.stride))
-        rest = self.with_axis(place, _Axis(axis.length - at, axis.canonical_stride, axis.stride))
-        return head, _Box(rest.canonical_offset + at * axis.canonical_stride, rest.offset + at * axis.stride, rest.axes)
+        return [_steps(self, place, 0, at), _steps(self, place, at, self.axes[place].length)]
 
 
 def onto_view(pieces: Iterable[Piece], view: StridedView) -> tuple[Piece, ...]:
@@ -65,16 +64,90 @@ def onto_view(pieces: Iterable[Piece], view: StridedView) -> tuple[Piece, ...]:
     Raises:
         RejectedError: a piece reaches past the tensor, or walks it in no regular way.
     """
-    dims = _dims(view.shape)
-    num_elements = view.num_elements
+    return onto_shard(pieces, view.shape, tuple(((0, length),) for length in view.shape), view)
+
+
+def onto_shard(
+    pieces: Iterable[Piece], shape: Sequence[int], held: Sequence[Sequence[tuple[int, int]]], view: StridedView
+) -> tuple[Piece, ...]:
+    """The parts of pieces that a shard holds, re-addressed onto the shard's own storage.
+
+    Args:
+        pieces: their storage side is the row-major tensor of ``shape``.
+        shape: of the whole tensor.
+        held: per dimension the intervals (start, stop) of the whole tensor that the shard holds, in the order in which they
+            lie in the shard; the shard is the product of them.
+        view: the shard in its storage; its shape is the sum of the intervals' lengths per dimension.
+
+    Raises:
+        RejectedError: the shard's shape does not fit, a piece reaches past the tensor, or walks it in no regular way.
+    """
+    lengths = tuple(sum(stop - start for start, stop in intervals) for intervals in held)
+    if lengths != view.shape:
+        raise RejectedError(f"shard of shape {view.shape}: its intervals {held} of {tuple(shape)} make {lengths}")
+    if not view.num_elements:
+        return ()
+    dims = _dims(shape)
+    choices = [_choices(held[dim.place]) for dim in dims]
+    num_elements = math.prod(shape)
     found: list[Piece] = []
     for piece in pieces:
         if not piece.num_elements:
             continue
         if piece.storage.last >= num_elements:
-            raise RejectedError(f"piece {piece}: reaches past the {num_elements} elements of shape {view.shape}")
-        found.extend(_placed(box, dims, view, piece) for box in _aligned(_box(piece), dims))
+            raise RejectedError(f"piece {piece}: reaches past the {num_elements} elements of shape {tuple(shape)}")
+        for box in _aligned(_box(piece), dims):
+            for chosen in itertools.product(*choices):
+                found.extend(_placed(part, dims, chosen, view, piece) for part in _within(box, dims, chosen))
     return tuple(found)
+
+
+_Choice = tuple[int, int, int]
+"""Start and stop of an interval of the whole tensor, and where it starts in the shard."""
+
+
+def _choices(intervals: Sequence[tuple[int, int]]) -> list[_Choice]:
+    choices = []
+    place = 0
+    for start, stop in intervals:
+        choices.append((start, stop, place))
+        place += stop - start
+    return choices
+
+
+def _within(box: _Box, dims: Sequence[_Dim], chosen: Sequence[_Choice]) -> list[_Box]:
+    """The parts of an aligned box that lie in the chosen interval of every dimension."""
+    boxes = [box]
+    for dim, (start, stop, _) in zip(dims, chosen, strict=True):
+        boxes = [part for one in boxes for part in _clip(one, dim, dims, start, stop)]
+    return boxes
+
+
+def _clip(box: _Box, dim: _Dim, dims: Sequence[_Dim], start: int, stop: int) -> list[_Box]:
+    first = box.offset // dim.stride % dim.length
+    last = _reach(box, dim, dims)
+    if last < start or first >= stop:
+        return []
+    if start <= first and last < stop:
+        return [box]
+    along = [place for place, axis in enumerate(box.axes) if _dim_of(axis, dims) is dim]
+    place = max(along, key=lambda one: box.axes[one].stride)
+    step = box.axes[place].stride // dim.stride
+    if len(along) == 1:
+        begin = max(0, -((first - start) // step))
+        end = min(box.axes[place].length, (stop - 1 - first) // step + 1)
+        return [_steps(box, place, begin, end)] if begin < end else []
+    singles = (_steps(box, place, one, one + 1) for one in range(box.axes[place].length))
+    return [part for single in singles for part in _clip(single, dim, dims, start, stop)]
+
+
+def _steps(box: _Box, place: int, begin: int, end: int) -> _Box:
+    """Steps ``begin`` to ``end`` (exclusive) of an axis."""
+    axis = box.axes[place]
+    shorter = box.with_axis(place, *([replace(axis, length=end - begin)] if end - begin > 1 else []))
+    return replace(
+        shorter, canonical_offset=box.canonical_offset + begin * axis.canonical_stride, offset=box.offset + begin * axis.stride
+    )
 
 
 def _box(piece: Piece) -> _Box:
@@ -158,18 +231,20 @@ def _resolve(box: _Box, place: int, dims: Sequence[_Dim]) -> list[_Box]:
     started = box.offset // dim.stride % dim.length // step
     if dim.length % step == 0:
         if started and axis.length > rounds - started:
-            return list(box.cut(place, rounds - started))
+            return box.cut(place, rounds - started)
         if not started and axis.length > rounds:
             if rest := axis.length % rounds:
-                return list(box.cut(place, axis.length - rest))
+                return box.cut(place, axis.length - rest)
             inner = _Axis(rounds, axis.canonical_stride, axis.stride)
             outer = _Axis(axis.length // rounds, axis.canonical_stride * rounds, axis.stride * rounds)
             return [box.with_axis(place, outer, inner)]
-    return list(box.cut(place, 1))
+    return box.cut(place, 1)
 
 
-def _placed(box: _Box, dims: Sequence[_Dim], view: StridedView, piece: Piece) -> Piece:
-    offset = view.offset + sum(box.offset // dim.stride % dim.length * view.stride[dim.place] for dim in dims)
+def _placed(box: _Box, dims: Sequence[_Dim], chosen: Sequence[_Choice], view: StridedView, piece: Piece) -> Piece:
+    offset = view.offset
+    for dim, (start, _, place) in zip(dims, chosen, strict=True):
+        offset += (box.offset // dim.stride % dim.length - start + place) * view.stride[dim.place]
     shape: list[int] = []
     canonical: list[int] = []
     storage: list[int] = []

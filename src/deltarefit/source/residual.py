@@ -22,6 +22,7 @@ from deltarefit.source.collective import Collective, together
 from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, check_dependencies, required_tensors
 from deltarefit.source.ownership import owned_tasks
 from deltarefit.source.settings import SourceSettings
+from deltarefit.source.task import ConversionTask
 from deltarefit.source.trackers import TrackerSet
 
 __all__ = ["Converted", "ResidualBaseline", "ResidualStage"]
@@ -124,8 +125,14 @@ class ResidualBaseline:
 class ResidualStage:
     """One rank's part in residual conversion. Every rank of the training job makes the same calls together."""
 
-    def __init__(self, converter: ResidualConverter, collective: Collective, settings: SourceSettings) -> None:
-        """Watch the sources that this rank owns, convert everything once, and keep it as committed.
+    def __init__(
+        self,
+        converter: ResidualConverter,
+        sources: Sequence[ConversionTask],
+        collective: Collective,
+        settings: SourceSettings,
+    ) -> None:
+        """Watch those of the converter's sources that this rank owns, convert everything once, and keep it as committed.
 
         Raises:
             RejectedError: dependencies name what is not there, or a conversion failed; on every rank.
@@ -141,7 +148,7 @@ class ResidualStage:
             collective,
             "copying the sources of residual tensors",
             lambda: (
-                TrackerSet(owned_tasks(converter.sources(), collective.rank), settings),
+                TrackerSet(owned_tasks(sources, collective.rank), settings),
                 ResidualBaseline(mine, settings.baseline_directory),
             ),
         )

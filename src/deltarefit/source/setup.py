@@ -12,6 +12,7 @@ from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_repl
 from deltarefit.source.collective import Collective, together
 from deltarefit.source.owner import Owner
 from deltarefit.source.ownership import owned_tasks
+from deltarefit.source.replicas import find_replicas
 from deltarefit.source.residual import ResidualStage
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.task import ConversionTask, ResidualSource, SourceAdapter
@@ -47,16 +48,18 @@ def open_source(adapter: SourceAdapter, collective: Collective, settings: Source
     settings = settings or SourceSettings()
     catalog, tasks = together(collective, "reading the model's facts", lambda: (adapter.catalog(), _sorted(adapter.tasks())))
     agree_on_catalog(catalog, collective)
+    tasks = find_replicas(tasks, collective)
     owned = together(collective, "electing owners", lambda: owned_tasks(tasks, collective.rank))
     converter = adapter.residual() if isinstance(adapter, ResidualSource) else None
+    sources = find_replicas(converter.sources(), collective) if converter is not None else ()
     residual_names = (
         frozenset(spec.name for group in converter.groups() for spec in group) if converter is not None else frozenset()
     )
     audit_coverage(catalog, owned, collective, residual=residual_names)
     adapter.barrier()
     if settings.check_replicas != "never":
-        audit_replicas((*tasks, *(converter.sources() if converter is not None else ())), collective)
-    stage = ResidualStage(converter, collective, settings) if converter is not None else None
+        audit_replicas((*tasks, *sources), collective)
+    stage = ResidualStage(converter, sources, collective, settings) if converter is not None else None
     owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings, stage))
     return Source(adapter, catalog, tasks, owner, residual_names, _fingerprint(catalog, tasks))
 

@@ -34,12 +34,15 @@ class ConversionTask:
     """The stored bits now, in host memory, of the canonical dtype's width. Shares the parameter's memory where it can; a shard
     on an accelerator or of another dtype is copied. Asked anew for every scan, so a rebound parameter is followed."""
     replicas: tuple[int, ...]
-    """Ascending training ranks that hold bitwise equal copies of this shard, this one included."""
+    """Ascending training ranks that hold bitwise equal copies of this shard, this one included.
+
+    Empty: every rank that lists a task of this key. For layouts of which a rank sees its own part only, such as a parameter
+    sharded over one dimension of a mesh and copied along another that it does not mention."""
 
     def __post_init__(self) -> None:
         if not self.key:
             raise RejectedError(f"conversion task of {self.spec}: expected a key")
-        if not self.replicas or list(self.replicas) != sorted(set(self.replicas)):
+        if list(self.replicas) != sorted(set(self.replicas)):
             raise RejectedError(f"conversion task {self.key}: replicas {self.replicas} are not ascending, distinct ranks")
         for piece in self.pieces:
             if piece.cast is not Cast.SAME:

@@ -1,1 +1,21 @@
+"""Sources in PyTorch DTensors: FSDP2, hybrid sharding, tensor parallelism, expert parallelism and their combinations.
 
+May import everything below ``runtime``, torch and the plain torch integration, whose names and exports it shares.
+"""
+
+from __future__ import annotations
+
+from deltarefit.integrations.fsdp.adapter import FsdpAdapter, fsdp_adapter, shard_of, source_adapter
+from deltarefit.integrations.fsdp.placements import MeshSplit, held_intervals
+from deltarefit.integrations.torch.collective import TorchCollective, default_collective
+
+__all__ = [
+    "FsdpAdapter",
+    "MeshSplit",
+    "TorchCollective",
+    "default_collective",
+    "fsdp_adapter",
+    "held_intervals",
+    "shard_of",
+    "source_adapter",
+]

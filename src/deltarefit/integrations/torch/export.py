@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deltarefit import placement
-from deltarefit.bits import spec_of
+from deltarefit.bits import spec_of, storage_id
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.torch.local import LocalTensor, clean_name, same_memory
@@ -67,11 +67,11 @@ def exporter_of(model: torch.nn.Module, tensors: Mapping[str, LocalTensor], *, m
         _refuse_adapters(state)
     transformers_model = _transformers_class()
     if transformers_model is not None and isinstance(model, transformers_model):
-        return _transformers_exporter(model, state)
-    kept: dict[tuple[object, ...], str] = {}
+        return _transformers_exporter(model, {name: _memory(tensors[name]) for name in state})
+    kept: dict[object, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in state.items():
-        first = kept.setdefault(_memory(tensor, name), name)
+    for name in state:
+        first = kept.setdefault(_memory(tensors[name]), name)
         if first != name:
             aliases[name] = first
     return Exporter(tuple(kept.values()), aliases, lambda tensors: tensors, by_layer=True)
@@ -91,7 +91,7 @@ def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Se
     Raises:
         RejectedError: it gives other tensors for a layer alone than for the whole, or reads tensors of several layers.
     """
-    shapes = {name: torch.empty(tensors[name].view.shape, dtype=tensors[name].dtype, device="meta") for name in names}
+    shapes = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     outputs, renamed = _dry_run(exporter, shapes)
     found = ExportMap(outputs, {}, {}, {})
     for name, source in renamed.items():
@@ -178,17 +178,12 @@ def _refuse_adapters(state: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _memory(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements. Empty tensors have no memory to share."""
+def _memory(local: LocalTensor) -> object:
+    """Equal for tensors that are the same elements. What is empty here has no memory; there, one object is one tensor."""
+    tensor = local.live()
     if not tensor.numel():
-        return (name,)
-    return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
+        return id(getattr(local.module, local.attribute))
+    return storage_id(tensor), local.view, local.dtype
 
 
 def _transformers_class() -> Any:
@@ -196,7 +191,8 @@ def _transformers_class() -> Any:
     return getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
 
 
-def _transformers_exporter(model: Any, state: dict[str, torch.Tensor]) -> Exporter:
+def _transformers_exporter(model: Any, memory: Mapping[str, object]) -> Exporter:
+    """The exporter of a transformers model with these tensors and what memory each has."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -206,11 +202,13 @@ def _transformers_exporter(model: Any, state: dict[str, torch.Tensor]) -> Export
             "Publish the unquantised model, or write conversion tasks by hand"
         )
     ignored = model._keys_to_ignore_on_save or ()
-    state = {name: tensor for name, tensor in state.items() if name not in ignored}
+    memory = {name: where for name, where in memory.items() if name not in ignored}
+    # transformers finds ties by comparing addresses; one small tensor per memory tells it the same and copies nothing.
+    stand_ins: dict[object, torch.Tensor] = {where: torch.empty(1) for where in memory.values()}
     try:
-        kept = remove_tied_weights_from_state_dict(dict(state), model)
+        kept = remove_tied_weights_from_state_dict({name: stand_ins[where] for name, where in memory.items()}, model)
     except RuntimeError as error:
         raise RejectedError(f"{type(model).__name__}: transformers cannot save it: {error}") from error
-    by_memory = {_memory(state[name], name): name for name in kept}
-    aliases = {name: by_memory[_memory(tensor, name)] for name, tensor in state.items() if name not in kept}
+    by_memory = {memory[name]: name for name in kept}
+    aliases = {name: by_memory[where] for name, where in memory.items() if name not in kept}
     return Exporter(tuple(kept), aliases, lambda tensors: revert_weight_conversion(model, dict(tensors)), by_layer=True)

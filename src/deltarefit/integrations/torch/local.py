@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -12,9 +13,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from deltarefit.bits import dtype_name, storage_id, storage_view, storage_words
 from deltarefit.canonical import Words
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import StridedView
+from deltarefit.pieces import Piece, StridedView
+from deltarefit.source import onto_shard, onto_view
 
-__all__ = ["LocalTensor", "clean_name", "local_tensors", "unwrap"]
+__all__ = [
+    "LocalTensor",
+    "Shard",
+    "ShardOf",
+    "clean_name",
+    "is_sharded",
+    "local_part",
+    "local_tensors",
+    "refuse_shards",
+    "same_memory",
+    "unwrap",
+]
 
 _WRAPPER_PARTS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Path components that torch.compile, FSDP1 and activation checkpointing put into names; the checkpoint has none of them."""
@@ -36,6 +49,25 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a tensor a rank holds."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    held: tuple[tuple[tuple[int, int], ...], ...]
+    """Per dimension the intervals of the whole tensor that the shard holds, in its own order."""
+
+    @property
+    def label(self) -> str:
+        """Equal for equal parts only."""
+        return ",".join("+".join(f"{start}:{stop}" for start, stop in intervals) or "-" for intervals in self.held)
+
+
+ShardOf = Callable[[str, torch.Tensor], Shard | None]
+"""Says which part of the named tensor this rank holds; None if all of it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
     """A parameter or persistent buffer, found again under its module each time, because trainers rebind them."""
@@ -45,21 +77,47 @@ class LocalTensor:
     attribute: str
     dtype: torch.dtype
     view: StridedView
-    """Where its elements lie in its storage."""
+    """Where this rank's elements lie in their storage."""
+    shard: Shard | None
+    """None if this rank holds the whole tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.view.shape if self.shard is None else self.shard.shape
+
+    def place(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """This rank's part of pieces that address the whole tensor as row-major, on its storage."""
+        if self.shard is None:
+            return onto_view(pieces, self.view)
+        return onto_shard(pieces, self.shard.shape, self.shard.held, self.view)
+
+    def whole_tensor(self) -> torch.Tensor:
+        """A copy of the whole tensor. Collective over the ranks that share it if it is sharded."""
+        self.live()
+        tensor = getattr(self.module, self.attribute).detach()
+        return tensor.clone() if self.shard is None else tensor.full_tensor()  # type: ignore[no-any-return]
 
     def live(self) -> torch.Tensor:
-        """The tensor as it is now.
+        """This rank's part as it is now.
 
         Raises:
-            RejectedError: it moved, or changed shape, strides or dtype, since its facts were read.
+            RejectedError: it changed shape, strides or dtype, or was gathered, since its facts were read.
         """
         tensor = getattr(self.module, self.attribute).detach()
+        if is_sharded(tensor) != (self.shard is not None):
+            now = "sharded" if self.shard is None else "gathered"
+            raise RejectedError(
+                f"tensor {self.name}: is {now} now and was not when the publisher was made; expected shards to be as they are "
+                "between steps. Reshard the module before the refit"
+            )
+        tensor = local_part(tensor)
         if tensor.dtype != self.dtype or storage_view(tensor) != self.view:
             raise RejectedError(
                 f"tensor {self.name}: is {tensor.dtype} with {storage_view(tensor)}, was {self.dtype} with {self.view} when "
                 "the publisher was made; expected layout and dtype to stay. Make a new publisher after changing the model"
             )
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def words(self, first: int, count: int, dtype: torch.dtype) -> Words:
         """Bits of ``count`` elements from position ``first`` of the storage, each cast to ``dtype``.
@@ -77,24 +135,47 @@ class LocalTensor:
         return storage_words(host)[:count]
 
 
-def local_tensors(model: torch.nn.Module) -> dict[str, LocalTensor]:
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. They are told by what they offer, so that importing torch.distributed.tensor is not needed."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or what this rank holds of a DTensor."""
+    sharded: Any = tensor
+    return sharded.to_local().detach() if is_sharded(tensor) else tensor
+
+
+def refuse_shards(name: str, tensor: torch.Tensor) -> Shard | None:
+    """The ``ShardOf`` of models that every rank holds whole."""
+    if is_sharded(tensor):
+        raise RejectedError(
+            f"tensor {name} is a DTensor: the adapter for plain modules sees one shard only; use the fsdp adapter "
+            "(deltarefit.integrations.fsdp)"
+        )
+    return None
+
+
+def local_tensors(model: torch.nn.Module, shard_of: ShardOf = refuse_shards) -> dict[str, LocalTensor]:
     """Every parameter and persistent buffer under its clean name, aliases included, in module order.
 
     Raises:
-        RejectedError: a tensor is sharded, not materialised, sparse or a subclass that hides its storage.
+        RejectedError: a tensor is not materialised, sparse or a subclass that hides its storage, or ``shard_of`` refuses it.
     """
     found: dict[str, LocalTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in _own_tensors(module):
             name = clean_name(f"{path}.{attribute}" if path else attribute)
-            _check_plain(name, tensor)
-            found[name] = LocalTensor(name, module, attribute, tensor.dtype, storage_view(tensor))
+            shard = shard_of(name, tensor)
+            part = local_part(tensor)
+            _check_plain(name, part)
+            found[name] = LocalTensor(name, module, attribute, part.dtype, storage_view(part), shard)
     return found
 
 
 def same_memory(tensor: torch.Tensor, local: LocalTensor) -> bool:
     """Whether a tensor is a local tensor under another Python object."""
-    live = local.live()
+    live, tensor = local.live(), local_part(tensor)
     return storage_id(tensor) == storage_id(live) and tensor.dtype == local.dtype and storage_view(tensor) == local.view
 
 
@@ -106,11 +187,6 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
-        raise RejectedError(
-            f"tensor {name} is a DTensor: the adapter for plain modules sees one shard only; use the fsdp adapter "
-            "(deltarefit.integrations.fsdp)"
-        )
     if tensor.device.type == "meta":
         raise RejectedError(f"tensor {name} is on the meta device; expected materialised weights. Load the checkpoint first")
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from deltarefit.canonical import Catalog, TensorSpec
 from deltarefit.offline.checkpoint import Checkpoint
 
-__all__ = ["read_manifest"]
+__all__ = ["as_catalog", "read_manifest"]
 
 
 def read_manifest(path: Path) -> Catalog:
@@ -18,3 +18,8 @@ def read_manifest(path: Path) -> Catalog:
     """
     with Checkpoint(path, tensors_only=True) as checkpoint:
         return Catalog(TensorSpec(name, tensor.dtype, tensor.shape) for name, (_, tensor) in checkpoint.tensors.items())
+
+
+def as_catalog(manifest: Catalog | Path | None) -> Catalog | None:
+    """What a caller gave as manifest, read if it is a path."""
+    return read_manifest(manifest) if isinstance(manifest, Path) else manifest

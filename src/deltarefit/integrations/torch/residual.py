@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -11,8 +10,9 @@ from deltarefit.bits import DTYPES, dtype_name, logical_words
 from deltarefit.canonical import TensorSpec
 from deltarefit.integrations.torch.export import Exporter, ExportMap
 from deltarefit.integrations.torch.local import LocalTensor
+from deltarefit.integrations.torch.tasks import task_of
 from deltarefit.pieces import Piece, whole
-from deltarefit.source import Collective, ConversionTask, ResidualPart, onto_view, window
+from deltarefit.source import Collective, ConversionTask, ResidualPart
 
 __all__ = ["ExportConverter"]
 
@@ -38,7 +38,13 @@ class ExportConverter:
     def sources(self) -> Sequence[ConversionTask]:
         """See ResidualConverter."""
         names = {source for group in self._export.groups.values() for source in group}
-        return [self._source(self._tensors[name]) for name in sorted(names)]
+        found = []
+        for name in sorted(names):
+            local = self._tensors[name]
+            spec = TensorSpec(name, dtype_name(local.dtype), local.shape)
+            view = whole(spec.shape)
+            found.append(task_of(f"source of {name}", spec, local, [Piece(view, view)], self._collective.world_size))
+        return [task for task in found if task is not None]
 
     def dependencies(self) -> Mapping[str, frozenset[str]]:
         """See ResidualConverter. What is traced together is taken to depend on all of it."""
@@ -50,17 +56,14 @@ class ExportConverter:
         for spec in specs:
             wanted.setdefault(self._export.groups[spec.name], []).append(spec)
         for place, (group, listed) in enumerate(wanted.items()):
-            if place % self._collective.world_size != self._collective.rank:
+            is_mine = place % self._collective.world_size == self._collective.rank
+            if not is_mine and all(self._tensors[name].shard is None for name in group):
                 continue
+            inputs = {name: self._tensors[name].whole_tensor() for name in group}
+            if not is_mine:
+                continue  # it only took part in gathering the shards
             with torch.no_grad():
-                outputs = self._exporter.convert({name: self._tensors[name].live().clone() for name in group})
+                outputs = self._exporter.convert(inputs)
             for spec in listed:
                 tensor = outputs[spec.name].to(DTYPES[spec.dtype])
                 yield ResidualPart(spec, (whole(spec.shape),), logical_words(tensor))
-
-    def _source(self, local: LocalTensor) -> ConversionTask:
-        spec = TensorSpec(local.name, dtype_name(local.dtype), local.view.shape)
-        view = whole(spec.shape)
-        first, count, pieces = window(onto_view([Piece(view, view)], local.view))
-        words = functools.partial(local.words, first, count, local.dtype)
-        return ConversionTask(f"source of {local.name}", spec, pieces, words, tuple(range(self._collective.world_size)))

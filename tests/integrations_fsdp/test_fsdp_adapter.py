@@ -1,0 +1,206 @@
+"""Sharded transformers models: all layouts on all ranks of a job, in one process.
+
+torch's fake process group places shards without communicating, so each rank's model is made in turn.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from deltarefit.bits import logical_words  # noqa: E402
+from deltarefit.errors import RejectedError  # noqa: E402
+from deltarefit.integrations.fsdp import fsdp_adapter, shard_of  # noqa: E402
+from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.source import SourceSettings, open_source  # noqa: E402
+from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
+from deltarefit.testing.collective import ThreadCollective, run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+ONE_THREAD = SourceSettings(scan_threads=1)
+PLAN = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1, "embed_tokens": 0}
+
+
+@contextlib.contextmanager
+def rank_of(world_size, rank):
+    """This process as one rank of a job."""
+    _clear_sharding_prop_cache()  # it remembers another rank's mesh, which compares equal
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def blocks(model):
+    return [*model.model.layers, model]
+
+
+def fsdp(model, mesh):
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+
+
+def shard_by(model, mesh, placements_of):
+    """Replace parameters by DTensors, cut locally."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placements = placements_of(module, name, parameter)
+            if placements is not None:
+                made = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+                setattr(module, name, nn.Parameter(made))
+    return model
+
+
+def tensor_parallel(model, mesh):
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+
+    def placements(module, name, parameter):
+        dim = PLAN.get(names[module])
+        return None if dim is None or name != "weight" else [Shard(dim)]
+
+    return shard_by(model, mesh, placements)
+
+
+def expert_parallel(model, mesh):
+    return shard_by(model, mesh, lambda module, name, parameter: [Shard(0)] if parameter.ndim == 3 else None)
+
+
+def fused_tensor_parallel(model, mesh):
+    """What transformers' own plans do with stacked experts: gate and up rows of every rank, inner columns of down."""
+
+    def placements(module, name, parameter):
+        return {"gate_up_proj": [_StridedShard(1, split_factor=2)], "down_proj": [Shard(2)]}.get(name)
+
+    return shard_by(model, mesh, placements)
+
+
+def make(layout, world_size):
+    mesh = init_device_mesh
+    match layout:
+        case "fsdp":
+            fsdp(model := tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
+        case "hsdp":
+            fsdp(model := tiny_model("qwen3_moe"), mesh("cpu", (2, world_size // 2), mesh_dim_names=("copies", "shards")))
+        case "fsdp_columns":
+            model = tiny_model("qwen3")
+            for block in blocks(model):
+                fully_shard(
+                    block, mesh=mesh("cpu", (world_size,)), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0)
+                )
+        case "tp":
+            model = tensor_parallel(tiny_model("qwen3"), mesh("cpu", (world_size,)))
+        case "tp_fsdp":
+            both = mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+            model = tensor_parallel(tiny_model("qwen3"), both["tp"])
+            fsdp(model, both["dp"])
+        case "ep":
+            model = expert_parallel(tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
+        case "fused_tp":
+            model = fused_tensor_parallel(tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
+        case "tied_fsdp":
+            fsdp(model := tiny_model("qwen3_tied"), mesh("cpu", (world_size,)))
+    return model
+
+
+ARCHITECTURE = {"fsdp_columns": "qwen3", "tp": "qwen3", "tp_fsdp": "qwen3", "tied_fsdp": "qwen3_tied"}
+
+
+def sources_of(layout, world_size):
+    adapters = []
+    for rank in range(world_size):
+        with rank_of(world_size, rank):
+            collective = ThreadCollective.world(world_size)[rank]
+            adapter = fsdp_adapter(make(layout, world_size), collective=collective)
+            adapter.catalog()
+            adapters.append(adapter)
+
+    def work(collective):
+        adapters[collective.rank]._collective = collective
+        return open_source(adapters[collective.rank], collective, ONE_THREAD)
+
+    return run_ranks(world_size, work)
+
+
+def rebuild(sources):
+    words, counts = {}, {}
+    for source in sources:
+        for tracker in source.owner.baseline.trackers:
+            spec = tracker.task.spec
+            held = words.setdefault(spec.name, np.zeros(spec.num_elements, spec.word_dtype))
+            count = counts.setdefault(spec.name, np.zeros(spec.num_elements, np.uint8))
+            for pieces, committed in zip(tracker.groups, tracker.words, strict=True):
+                positions = np.concatenate([index_of(piece.canonical) for piece in pieces])
+                held[positions] = committed
+                count[positions] += 1
+    return words, counts
+
+
+def index_of(view):
+    index = np.full((), view.offset)
+    for length, stride in zip(view.shape, view.stride, strict=True):
+        index = np.add.outer(index, np.arange(length) * stride)
+    return index.reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("fsdp", 3), ("hsdp", 4), ("fsdp_columns", 2), ("tp", 2), ("tp_fsdp", 4), ("ep", 3), ("fused_tp", 2), ("tied_fsdp", 4),
+    ],
+)  # fmt: skip
+def test_owners_together_hold_the_checkpoint_exactly_once(layout, world_size, tmp_path):
+    model = tiny_model(ARCHITECTURE.get(layout, "qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    expected = {name: logical_words(tensor) for name, tensor in load_tensors(tmp_path).items()}
+    sources = sources_of(layout, world_size)
+    for source in sources:
+        if isinstance(source, Exception):
+            raise source
+    assert sources[0].catalog == torch_adapter(model).catalog()
+    words, counts = rebuild(sources)
+    assert sorted(words) == sorted(expected)
+    assert all((count == 1).all() for count in counts.values())
+    assert all(np.array_equal(words[name], expected[name]) for name in expected)
+
+
+def test_what_is_not_sharded_is_owned_once_among_all_ranks():
+    """Case C060: mixed DTensor and plain state."""
+    sources = sources_of("ep", 2)
+    owned = [tracker.task.spec.name for source in sources for tracker in source.owner.baseline.trackers]
+    assert owned.count("model.norm.weight") == 1
+    assert all(task.replicas == (0, 1) for task in sources[0].tasks if task.spec.name == "model.norm.weight")
+
+
+def test_a_partial_sum_is_refused():
+    with rank_of(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        made = distribute_tensor(torch.zeros(4), mesh, [Replicate()], src_data_rank=None)
+        assert shard_of("w", made).held == (((0, 4),),)
+        made = type(made).from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
+        with pytest.raises(RejectedError, match="w: is a partial sum over 2 ranks"):
+            shard_of("w", made)
+
+
+def test_a_parameter_that_is_gathered_at_refit_time_is_refused_with_what_to_do():
+    with rank_of(2, 0):
+        model = nn.Linear(4, 4, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        adapter = fsdp_adapter(model, collective=ThreadCollective.world(2)[0])
+        (task,) = adapter.tasks()
+        task.words()
+        model.weight = nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(RejectedError, match=r"weight: is gathered now .* Reshard the module before the refit"):
+            task.words()
