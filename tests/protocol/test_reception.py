@@ -289,8 +289,12 @@ def test_without_the_kept_slot_the_same_senders_get_stuck(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("deltarefit.protocol.apply_queue.ApplyQueue.room_for", room_without_reserve)
     with pytest.raises(AssertionError, match="got stuck"):
-        for seed in range(20):
-            _deliver([5], 2, SYNC, seed)
+        _deliver_in_many_orders()
+
+
+def _deliver_in_many_orders() -> None:
+    for seed in range(20):
+        _deliver([5], 2, SYNC, seed)
 
 
 def test_staging_is_bounded_in_bytes_and_released_by_decoding() -> None:

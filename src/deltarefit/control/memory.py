@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from deltarefit.control.store import ABSENT, Tag
+from deltarefit.control.store import ABSENT, Tag, check_nbytes
 
 __all__ = ["MemoryRecordStore"]
 
@@ -27,6 +27,7 @@ class MemoryRecordStore:
             return self._data, self._tag()
 
     def swap(self, tag: Tag, new: bytes) -> bool:
+        check_nbytes(self._place, len(new))
         with self._lock:
             if tag != self._tag():
                 return False

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore import exceptions as ox
 
-from deltarefit.control.store import ABSENT, SwapUncertainError, Tag
+from deltarefit.control.store import ABSENT, SwapUncertainError, Tag, check_nbytes
 from deltarefit.errors import RejectedError, TransportError
-from deltarefit.protocol.record import MAX_CONTROL_NBYTES
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -55,10 +54,7 @@ class ObjectRecordStore:
         try:
             result = obstore.get(self._store, self._key)
             meta = result.meta
-            if meta["size"] > MAX_CONTROL_NBYTES:
-                raise RejectedError(
-                    f"{self.place}: {meta['size']} bytes, expected at most {MAX_CONTROL_NBYTES}; another object?"
-                )
+            check_nbytes(self.place, meta["size"])
             data = bytes(result.bytes())
         except (FileNotFoundError, ox.NotFoundError):
             return None, ABSENT
@@ -74,8 +70,7 @@ class ObjectRecordStore:
         return data, tag
 
     def swap(self, tag: Tag, new: bytes) -> bool:
-        if len(new) > MAX_CONTROL_NBYTES:
-            raise RejectedError(f"{self.place}: a record of {len(new)} bytes, expected at most {MAX_CONTROL_NBYTES}")
+        check_nbytes(self.place, len(new))
         try:
             obstore.put(self._store, self._key, new, mode=_mode(tag), use_multipart=False)
         except _REFUSED:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deltarefit.control.store import ABSENT, RecordStore, SwapUncertainError, Tag
-from deltarefit.errors import RejectedError, TransportError
+from deltarefit.errors import AttemptFailedError, CommitConflictError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, BaselineId, ReceiverId
 from deltarefit.protocol import commit as rules
 from deltarefit.protocol.commit import CommitRequest, PrepareRequest
@@ -163,18 +163,43 @@ class ControlPlane:
         raise TransportError(f"{self.place}: the run could not be created in {self._settings.max_tries} tries")
 
     def acquire(self, holder: str, setup_digest: str, *, expired_epoch: int | None = None) -> ControlState:
-        """Become the coordinator; the returned record's ``epoch`` is the caller's. See ``protocol.commit.acquire``."""
-        return self._change(
+        """Become the coordinator; the returned record's ``epoch`` is the caller's. See ``protocol.commit.acquire``.
+
+        Raises:
+            RejectedError: the run is held by another coordinator, or is another model's.
+            CommitConflictError: it was acquired and taken over by another one before this call could look again.
+        """
+        state = self._change(
             lambda state: rules.acquire(state, holder=holder, setup_digest=setup_digest, expired_epoch=expired_epoch)
         )
+        if state.coordinator != holder:
+            raise CommitConflictError(
+                f"{self.place}: {holder} acquired the run, but {state.coordinator or 'somebody'} took it over at once"
+            )
+        return state
 
     def release(self, epoch: int, holder: str) -> None:
         """Give the run up; nothing happens if it was taken over."""
         self._change(lambda state: rules.release(state, epoch=epoch, holder=holder))
 
     def prepare(self, request: PrepareRequest) -> ControlState:
-        """Bind an attempt. See ``protocol.commit.prepare``; a lost reply after all tries raises ``SwapUncertainError``."""
-        return self._change(lambda state: rules.prepare(state, request))
+        """Bind an attempt; the returned record's ``revision`` goes into ``PrepareAttempt``. See ``protocol.commit.prepare``.
+
+        Raises:
+            what the rule raises;
+            CommitConflictError, AttemptFailedError: it was bound, but replaced or fenced before this call could look again;
+            SwapUncertainError: no reply was had; the next prepare fences whatever this one may have bound.
+        """
+        state = self._change(lambda state: rules.prepare(state, request))
+        if state.epoch != request.epoch:
+            raise CommitConflictError(
+                f"{request.attempt}: bound, but {state.coordinator or 'somebody'} took the run over at once"
+            )
+        if state.open_attempt is None or state.open_attempt.attempt != request.attempt:
+            raise AttemptFailedError(
+                f"{request.attempt}: bound, but fenced at once" + (f": {state.abort}" if state.abort else "")
+            )
+        return state
 
     def commit(self, request: CommitRequest) -> CommitOutcome:
         """Publish an attempt.

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from deltarefit.control.store import ABSENT, SwapUncertainError, Tag
+from deltarefit.control.store import ABSENT, SwapUncertainError, Tag, check_nbytes
 from deltarefit.errors import RejectedError, TransportError
-from deltarefit.protocol.record import MAX_CONTROL_NBYTES
 
 __all__ = ["SqliteRecordStore"]
 
@@ -51,8 +50,7 @@ class SqliteRecordStore:
             return self._row(connection)
 
     def swap(self, tag: Tag, new: bytes) -> bool:
-        if len(new) > MAX_CONTROL_NBYTES:
-            raise RejectedError(f"{self.place}: a record of {len(new)} bytes, expected at most {MAX_CONTROL_NBYTES}")
+        check_nbytes(self.place, len(new))
         self._make_folder()
         with self._translated(SwapUncertainError), self._connection() as connection:
             self._set_up(connection)
@@ -84,8 +82,7 @@ class SqliteRecordStore:
         if row is None:
             return None, ABSENT
         revision, nbytes = row
-        if nbytes > MAX_CONTROL_NBYTES:
-            raise RejectedError(f"{self.place}: a record of {nbytes} bytes, expected at most {MAX_CONTROL_NBYTES}")
+        check_nbytes(self.place, nbytes)
         data = connection.execute("SELECT data FROM control WHERE id = 1").fetchone()[0]
         return bytes(data), Tag(str(revision))
 

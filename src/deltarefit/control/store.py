@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from deltarefit.errors import TransportError
+from deltarefit.errors import RejectedError, TransportError
+from deltarefit.protocol.record import MAX_CONTROL_NBYTES
 
-__all__ = ["ABSENT", "RecordStore", "SwapUncertainError", "Tag"]
+__all__ = ["ABSENT", "RecordStore", "SwapUncertainError", "Tag", "check_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,16 @@ ABSENT = Tag()
 
 class SwapUncertainError(TransportError):
     """A swap was sent and its reply was not had: it may have taken effect, or may still take effect."""
+
+
+def check_nbytes(place: str, nbytes: int) -> None:
+    """Refuse what cannot be a control record, before it is read whole or written.
+
+    Raises:
+        RejectedError: more than ``MAX_CONTROL_NBYTES``.
+    """
+    if nbytes > MAX_CONTROL_NBYTES:
+        raise RejectedError(f"{place}: {nbytes} bytes, expected at most {MAX_CONTROL_NBYTES}; is something else there?")
 
 
 class RecordStore(Protocol):
