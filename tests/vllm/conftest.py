@@ -113,7 +113,10 @@ def fake_llm() -> FakeLLM:
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory) -> Path:
-    """A directory with three policies ``v0``, ``v1``, ``v2`` of a tiny Qwen3-MoE; each changes 3 % of the one before."""
+    """A directory with three policies ``v0``, ``v1``, ``v2`` of a tiny Qwen3-MoE; each changes 3 % of the one before.
+
+    ``delta_net`` beside them is a Qwen3-Next.
+    """
     from deltarefit.testing.checkpoints import load_tensors, perturbed, write_checkpoint, write_tiny_checkpoint
 
     work = tmp_path_factory.mktemp("versions")
@@ -121,4 +124,5 @@ def versions(tmp_path_factory) -> Path:
     for number in (1, 2):
         tensors = perturbed(tensors, 0.03, seed=number)
         write_checkpoint(work / f"v{number}", tensors, like=work / "v0")
+    write_tiny_checkpoint(work / "delta_net", "qwen3_next")
     return work

@@ -15,6 +15,7 @@ from pathlib import Path
 from deltarefit.runtime.clock import SystemClock
 
 CLOCK = SystemClock()
+NUM_RUNNING_TOKENS = 400  # of the request that runs when a refit begins: enough to be still running
 PROMPT = [5 + (7 * i) % 240 for i in range(140)]  # longer than one KV block of 128 tokens, so that its prefix is cached
 
 
@@ -29,6 +30,25 @@ def environment() -> dict[str, str]:
     }
 
 
+def engine_arguments(checkpoint: Path, num_ranks: int) -> dict:
+    return {
+        "model": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 480,
+        "max_num_seqs": 4,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": num_ranks,
+        "distributed_executor_backend": "mp" if num_ranks > 1 else "uni",
+        "weight_transfer_config": {"backend": "deltarefit"},
+    }
+
+
+def state_of(driver) -> list[dict]:
+    return [{name: [raw.dtype, list(raw.shape), raw.sha256] for name, raw in rank.items()} for rank in driver.raw_state()]
+
+
 class Engine:
     """A real engine with the deltarefit backend."""
 
@@ -37,18 +57,7 @@ class Engine:
         from vllm import LLM
 
         begun = CLOCK.monotonic_s()
-        self.llm = LLM(
-            model=str(checkpoint),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=4,
-            dtype="bfloat16",
-            enable_prefix_caching=True,
-            tensor_parallel_size=num_ranks,
-            distributed_executor_backend="mp" if num_ranks > 1 else "uni",
-            weight_transfer_config={"backend": "deltarefit"},
-        )
+        self.llm = LLM(**engine_arguments(checkpoint, num_ranks))
         self.start_s = CLOCK.monotonic_s() - begun
         self.driver = VllmEngine(self.llm)
 
@@ -63,9 +72,7 @@ class Engine:
         return {"tokens": tokens, "logprobs": logprobs, "cached_tokens": answer.num_cached_tokens}
 
     def state(self) -> list[dict]:
-        return [
-            {name: [raw.dtype, list(raw.shape), raw.sha256] for name, raw in rank.items()} for rank in self.driver.raw_state()
-        ]
+        return state_of(self.driver)
 
     def addresses(self) -> list[dict]:
         return [{name: raw.address for name, raw in rank.items()} for rank in self.driver.raw_state()]
@@ -144,7 +151,7 @@ def refit(driver, source: Source, plan, mode, base: str, target: str) -> dict:
     """One refit as the receiver's agent runs it."""
     data = source.payload(plan, mode, base, target)
     driver.prepare(plan)
-    driver.close_gate(10.0)
+    driver.close_gate(120.0)
     begun = CLOCK.monotonic_s()
     written = driver.apply(data)
     driver.synchronize()
@@ -192,8 +199,17 @@ def one_rank(work: Path) -> dict:
         fresh = Engine(work / version)
         out[version] |= {"fresh_state": fresh.state(), "fresh_generated": fresh.generate()}
         fresh.stop()
+    out["delta_net"] = {"kept": first_tokens(work / "delta_net")}
     out["packed"] = packed(work, source)
+    out["delta_net"]["packed"] = first_tokens(work / "delta_net")
     return out
+
+
+def first_tokens(checkpoint: Path) -> list[int]:
+    engine = Engine(checkpoint)
+    tokens = engine.generate()["tokens"][:3]
+    engine.stop()
+    return tokens
 
 
 def packed(work: Path, source: Source) -> dict:
@@ -226,6 +242,56 @@ def tensor_parallel(work: Path) -> dict:
     return out
 
 
+def served(work: Path) -> dict:
+    """An ``AsyncLLM`` in its own process, refitted from another thread while it generates: wait, keep and abort."""
+    import asyncio
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm import SamplingParams
+
+    source = Source(work)
+
+    async def generate(llm, prompt: list[int], num_tokens: int, request_id: str, begun: asyncio.Event | None = None) -> dict:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True)
+        async for answer in llm.generate({"prompt_token_ids": prompt}, params, request_id):
+            last = answer
+            if begun is not None:
+                begun.set()
+        return {"tokens": list(last.outputs[0].token_ids), "finish_reason": last.outputs[0].finish_reason}
+
+    async def run() -> dict:
+        arguments = engine_arguments(work / "v0", 1)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        loop = asyncio.get_running_loop()
+        out = {}
+        for policy, base, target in (("wait", "v0", "v1"), ("keep", "v1", "v2"), ("abort", "v0", "v2")):
+            begun = asyncio.Event()
+            request = asyncio.create_task(generate(llm, [9, 8, 7], NUM_RUNNING_TOKENS, f"running while {policy}", begun))
+            await begun.wait()
+            out[policy] = await asyncio.to_thread(one_refit, llm, loop, source, policy, base, target)
+            out[policy] |= {"running": await request, "generated": await generate(llm, PROMPT, 16, f"after {policy}")}
+            out[policy]["weight_version"] = await llm.get_weight_version()
+        llm.shutdown()
+        return out
+
+    return asyncio.run(run())
+
+
+def one_refit(llm, loop, source: Source, policy: str, base: str, target: str) -> dict:
+    from deltarefit.ids import EncodingMode
+    from deltarefit.integrations.vllm import VllmEngine
+
+    driver = VllmEngine(llm, loop=loop, in_flight=policy)
+    plan = make_plan(driver, source)
+    mode = EncodingMode.MIXED if policy == "wait" else EncodingMode.OVERWRITE
+    out = refit(driver, source, plan, mode, base, target)
+    out["state"] = state_of(driver)
+    driver.close()
+    return out
+
+
 def refusal(call) -> list[str]:
     from deltarefit.errors import RefitError
 
@@ -238,6 +304,6 @@ def refusal(call) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.update(environment())
-    scenario = {"one_rank": one_rank, "tensor_parallel": tensor_parallel}[sys.argv[1]]
+    scenario = {"one_rank": one_rank, "served": served, "tensor_parallel": tensor_parallel}[sys.argv[1]]
     result = scenario(Path(sys.argv[2]))
     Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(result))

@@ -160,6 +160,14 @@ def test_a_keyed_run_reads_its_key_from_a_file_on_the_engines_side(fake_llm, tmp
     engine.close()
 
 
+def test_a_key_in_memory_reaches_the_ranks_and_stays_nowhere(fake_llm, tmp_path) -> None:
+    engine = VllmEngine(fake_llm, directory=tmp_path, key=KEY)
+    engine.prewarm(CATALOG)
+    assert engine.apply(payload(KEY)) == 4
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    engine.close()
+
+
 def test_a_payload_may_be_a_file_which_is_left_alone(engine, tmp_path) -> None:
     path = tmp_path.parent / f"{tmp_path.name}.payload"
     path.write_bytes(payload())
@@ -180,6 +188,8 @@ def test_caches_that_stay_are_an_operators_matter(fake_llm, engine) -> None:
 def test_the_gate_waits_for_running_requests_and_says_when_it_cannot(engine) -> None:
     with engine.request_gate.serving(), pytest.raises(DeadlineError):
         engine.close_gate(0.01)
+    assert not engine.request_gate.is_open
+    engine.digests()
     assert not engine.request_gate.is_open
     engine.reopen_gate()
     assert engine.request_gate.is_open

@@ -32,6 +32,11 @@ def one_rank(versions) -> dict:
     return run_scenario("one_rank", versions)
 
 
+@pytest.fixture(scope="module")
+def served(versions) -> dict:
+    return run_scenario("served", versions)
+
+
 def differing(states: list[dict], fresh: list[dict]) -> list[str]:
     assert len(states) == len(fresh)
     return [
@@ -87,6 +92,23 @@ def test_packed_weights_are_refused_by_name_and_the_engine_serves_on(one_rank) -
     for part in ("qkv_proj.weight: was emptied", "w13_weight: its bits were rearranged", "unset DELTAREFIT_VLLM_KEEP_PREPACK"):
         assert part in text
     assert len(one_rank["packed"]["generated"]["tokens"]) == 16
+
+
+def test_keeping_weights_in_load_format_does_not_change_what_a_gated_delta_net_computes(one_rank) -> None:
+    """Its convolution reads weights as packed whatever they are: left alone, it would answer nonsense without an error."""
+    assert one_rank["delta_net"]["kept"] == one_rank["delta_net"]["packed"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "version", "reason"), [("wait", "v1", "length"), ("keep", "v2", "length"), ("abort", "v2", "abort")]
+)
+def test_a_served_engine_is_refitted_while_it_generates(served, one_rank, policy: str, version: str, reason: str) -> None:
+    out = served[policy]
+    assert differing(out["state"], one_rank[version]["fresh_state"]) == []
+    assert out["generated"]["tokens"] == one_rank[version]["fresh_generated"]["tokens"]
+    assert out["weight_version"] == version[1:]
+    assert out["running"]["finish_reason"] == reason
+    assert (len(out["running"]["tokens"]) == 400) == (reason == "length")
 
 
 def test_two_tensor_parallel_ranks_in_two_processes(versions) -> None:

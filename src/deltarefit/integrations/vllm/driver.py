@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,9 +52,9 @@ class VllmEngine:
         """Nothing is asked of the engine before the first operation.
 
         ``in_flight`` says what becomes of running requests; ``directory`` is where to make the exchange directory (default:
-        shared memory, else the temporary directory); ``key_file`` holds the run's key, if it has one, or ``key`` is the key itself,
-        handed to the ranks through a private file that is removed at once; ``call_timeout_s`` bounds each call except the wait
-        for running requests.
+        shared memory, else the temporary directory); ``key_file`` holds the run's key, if it has one, or ``key`` is
+        the key itself, handed to the ranks through a private file that is removed at once; ``call_timeout_s`` bounds each call
+        except the wait for running requests.
         """
         self.request_gate = request_gate if request_gate is not None else LocalGate()
         self._calls: VllmCalls = calls_for(
@@ -171,6 +173,7 @@ class VllmEngine:
 
     def _meet(self) -> Exchange:
         exchange = Exchange(create_directory(self._parent), f"driver-{self._ids.nonce()}")
+        weakref.finalize(self, shutil.rmtree, exchange.directory, ignore_errors=True)  # also at exit, if nobody calls close
         key_file = self._key_file.resolve() if self._key_file is not None else None
         if self._key is not None:
             key_file = exchange.directory / "key"  # the directory is readable by this user only
@@ -235,11 +238,13 @@ class VllmEngine:
         if self._calls.is_thread_safe or self._is_gate_closed:
             yield
             return
+        was_open = self.request_gate.is_open
         self.request_gate.close(self._call_timeout_s)
         try:
             yield
         finally:
-            self.request_gate.reopen()
+            if was_open:
+                self.request_gate.reopen()
 
 
 def _translated(what: str, call: Callable[[], Any], on_error: Callable[[], None] | None = None) -> Any:
