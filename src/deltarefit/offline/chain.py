@@ -30,10 +30,18 @@ class _Path:
 
     first_step: int
     """The deltas before this one do not matter for it."""
-    base: TensorState | None
-    """What it starts from; None: from zeros."""
-    steps: tuple[TensorState, ...]
-    """What it is after each delta from ``first_step`` on."""
+    base_words: int | None
+    """Length of what it starts from; None: from zeros."""
+    steps: tuple[int, ...]
+    """Words that it has after each delta from ``first_step`` on."""
+
+    def length(self, step: int, piece: Slice) -> int:
+        """Words of the slice that the tensor has after a delta."""
+        return max(0, min(self.steps[step - self.first_step] - piece.first_word, piece.num_words))
+
+    def image_length(self, piece: Slice) -> int:
+        """Words of the slice that come from the base."""
+        return max(0, min((self.base_words or 0) - piece.first_word, piece.num_words))
 
 
 class Chain:
@@ -84,7 +92,7 @@ class Chain:
 
     def is_carried(self, name: str) -> bool:
         """Whether a target tensor starts from the base's words."""
-        return self._paths[name].base is not None
+        return self._paths[name].base_words is not None
 
     def carrier(self, file: FileRow) -> tuple[Delta, FileRow] | None:
         """The delta that carries a companion of the target, and its row there; None if the base has to have it."""
@@ -112,7 +120,7 @@ class Chain:
                 path = self._paths[piece.name]
                 if step < path.first_step:
                     continue
-                length = _length(path.steps[step - path.first_step], piece)
+                length = path.length(step, piece)
                 buffers[number][filled[number] : length] = 0
                 filled[number] = length
                 # An item may reach further than the slice does in the end; those words are cut later and never come back.
@@ -127,23 +135,18 @@ class Chain:
             RejectedError: an element was changed by difference and by xor.
             PayloadInvalidError: a payload is invalid.
         """
-        changes = []
-        for piece in unit.slices:
-            start = self._paths[piece.name].base
-            length = 0 if start is None else _length(start, piece)
-            changes.append(Changes(piece.word_dtype, length))
+        changes = [Changes(piece.word_dtype, self._paths[piece.name].image_length(piece)) for piece in unit.slices]
         for step, delta in enumerate(self.deltas):
             items = self._items(step, delta, unit)
             for piece, changed in zip(unit.slices, changes, strict=True):
                 path = self._paths[piece.name]
                 if step >= path.first_step:
-                    changed.resize(_length(path.steps[step - path.first_step], piece))
+                    changed.resize(path.length(step, piece))
                     changed.then(items.get(piece.ordinal, ()), piece)
         return [changed.coded(piece.spec) for piece, changed in zip(unit.slices, changes, strict=True)]
 
     def _read_image(self, piece: Slice, buffer: Words, base: Checkpoint) -> int:
-        state = self._paths[piece.name].base
-        length = 0 if state is None else _length(state, piece)
+        length = self._paths[piece.name].image_length(piece)
         if length:
             base.read_words(piece.name, piece.first_word, buffer[:length])
         return length
@@ -153,7 +156,7 @@ class Chain:
         wanted: dict[int, int] = {}
         for piece in unit.slices:
             path = self._paths[piece.name]
-            if step >= path.first_step and _length(path.steps[step - path.first_step], piece):
+            if step >= path.first_step and path.length(step, piece):
                 wanted[delta.grid.first_of(piece.name) + piece.number] = piece.ordinal
         numbers: dict[int, None] = {}
         for ordinal in wanted:
@@ -195,22 +198,17 @@ def _check_links(deltas: Sequence[Delta]) -> None:
 
 def _path(deltas: Sequence[Delta], name: str) -> _Path:
     """Walk back until the tensor starts afresh."""
-    steps: list[TensorState] = []
+    steps: list[int] = []
     for step in range(len(deltas) - 1, -1, -1):
         row = deltas[step].row(name)
         if row is None or row.target is None:
             raise RejectedError(f"{deltas[step].path}: does not give tensor {name}, which the next delta needs")
-        steps.insert(0, row.target)
+        steps.insert(0, row.target.num_words)
         if not row.is_carried:
             return _Path(step, None, tuple(steps))
-        if step == 0:
-            return _Path(0, row.base, tuple(steps))
+        if step == 0 and row.base is not None:
+            return _Path(0, row.base.num_words, tuple(steps))
     raise RejectedError("empty chain")
-
-
-def _length(state: TensorState, piece: Slice) -> int:
-    """Words of the slice that the tensor has in this state."""
-    return max(0, min(state.num_words - piece.first_word, piece.num_words))
 
 
 def _carve(unit: Unit) -> list[Words]:

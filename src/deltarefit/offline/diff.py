@@ -66,24 +66,22 @@ class _Comparison:
         self.old_grid = Grid({name: tensor for name, (_, tensor) in old.tensors.items()})
         self.new_grid = Grid({name: tensor for name, (_, tensor) in new.tensors.items()})
         self.plan = _plan_digest(old, new, encoding)
+        # A new tensor is told as changes of the old one if both have one dtype; their shapes may differ.
+        self._image_words = {
+            name: min(old.tensor(name).num_words, tensor.num_words)
+            for name, (_, tensor) in new.tensors.items()
+            if name in old.tensors
+            and (old.tensor(name).dtype, old.tensor(name).word_nbytes) == (tensor.dtype, tensor.word_nbytes)
+        }
 
     def is_carried(self, name: str) -> bool:
-        """Whether the new tensor is told as changes of the old one: same dtype, any shape."""
-        if name not in self.old.tensors or name not in self.new.tensors:
-            return False
-        old, new = self.old.tensor(name), self.new.tensor(name)
-        return (old.dtype, old.word_nbytes) == (new.dtype, new.word_nbytes)
-
-    def image_words(self, piece: Slice) -> int:
-        """How many words of a new slice have an old word in their place."""
-        if not self.is_carried(piece.name):
-            return 0
-        return max(0, min(self.old.tensor(piece.name).num_words - piece.first_word, piece.num_words))
+        """Whether the new tensor is told as changes of the old one."""
+        return name in self._image_words
 
     def uncovered(self) -> Iterator[Slice]:
         """Old slices that comparing the new ones does not read whole."""
         for piece in self.old_grid.range(0, len(self.old_grid)):
-            if not self.is_carried(piece.name) or piece.first_word + piece.num_words > self.new.tensor(piece.name).num_words:
+            if piece.first_word + piece.num_words > self._image_words.get(piece.name, 0):
                 yield piece
 
     def compare(self, unit: Unit) -> _Found:
@@ -108,7 +106,7 @@ class _Comparison:
     def _image(self, piece: Slice, found: _Found) -> Words:
         """The old words in the slice's place, continued with zeros."""
         image = scratch(1, piece.num_words, piece.word_dtype)
-        count = self.image_words(piece)
+        count = max(0, min(self._image_words.get(piece.name, 0) - piece.first_word, piece.num_words))
         image[count:] = 0
         if count:
             self.old.read_words(piece.name, piece.first_word, image[:count])

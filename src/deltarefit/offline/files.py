@@ -5,6 +5,7 @@ Every change to the file system that the offline tool makes goes through ``Disk`
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -221,5 +222,10 @@ def _lock(fd: int, path: Path) -> None:
         is_same = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
     except BlockingIOError:
         is_same = False
+    except OSError as error:
+        # Some network file systems have no locks; nothing else there tells two writers apart either.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise
+        is_same = True
     if not is_same:
         raise RejectedError(f"{path}: another process is writing it; wait for it or choose another output") from None

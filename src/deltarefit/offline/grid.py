@@ -130,12 +130,15 @@ class Grid:
 
     def __init__(self, tensors: Mapping[str, Sized]) -> None:
         self._names = sorted(tensors)
-        self._tensors = tensors
         self._first: dict[str, int] = {}
+        self._cuts: dict[str, tuple[str, int, int]] = {}
         total = 0
         for name in self._names:
+            tensor = tensors[name]
+            width = tensor.word_nbytes
             self._first[name] = total
-            total += -(-tensors[name].nbytes // SLICE_NBYTES)
+            self._cuts[name] = (carrier_dtype(tensor), slice_words(width), tensor.nbytes // width)
+            total += -(-tensor.nbytes // SLICE_NBYTES)
         self._starts = list(self._first.values())
         self._total = total
 
@@ -162,18 +165,14 @@ class Grid:
 
     def of(self, name: str) -> Iterator[Slice]:
         """The slices of one tensor."""
-        first = self._first[name]
-        count = -(-self._tensors[name].nbytes // SLICE_NBYTES)
-        for ordinal in range(first, first + count):
-            yield self._cut(name, ordinal)
+        _, step, num_words = self._cuts[name]
+        for number in range(-(-num_words // step)):
+            yield self._cut(name, self._first[name] + number)
 
     def _cut(self, name: str, ordinal: int) -> Slice:
-        tensor = self._tensors[name]
-        step = slice_words(tensor.word_nbytes)
+        dtype, step, num_words = self._cuts[name]
         first_word = (ordinal - self._first[name]) * step
-        return Slice(
-            ordinal, name, carrier_dtype(tensor), first_word, min(step, tensor.nbytes // tensor.word_nbytes - first_word)
-        )
+        return Slice(ordinal, name, dtype, first_word, min(step, num_words - first_word))
 
 
 def group(slices: Iterable[Slice]) -> Iterator[Unit]:

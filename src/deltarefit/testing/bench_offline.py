@@ -7,7 +7,6 @@ Every tool runs as a process of its own, start-up included. torch and transforme
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import subprocess
@@ -18,9 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 from deltarefit.errors import RejectedError
 from deltarefit.offline import diff_checkpoints
-from deltarefit.runtime.clock import SystemClock
 
 __all__ = ["make_checkpoints", "run"]
 
@@ -121,21 +121,29 @@ def _tools(nbytes: int) -> list[_Tool]:
     return tools
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
+class _Cost(msgspec.Struct, frozen=True):
     wall_s: float
     cpu_s: float
     peak_nbytes: int
 
 
-def _measure(command: Sequence[str], clock: SystemClock) -> _Cost:
-    began_s = clock.monotonic_s()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RejectedError(f"bench: {' '.join(command)} ended with {process.returncode}")
-    return _Cost(clock.monotonic_s() - began_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+_RUNNER = """
+import json, os, sys, time
+began = time.monotonic()
+pid = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(pid, 0)
+cpu = usage.ru_utime + usage.ru_stime
+print(json.dumps({"wall_s": time.monotonic() - began, "cpu_s": cpu, "peak_nbytes": usage.ru_maxrss * 1024}))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Measures one command from a small process: a peak also counts what the starting process held, and ours holds torch."""
+
+
+def _measure(command: Sequence[str]) -> _Cost:
+    done = subprocess.run([sys.executable, "-I", "-c", _RUNNER, *command], capture_output=True, check=False)
+    if done.returncode:
+        raise RejectedError(f"bench: {' '.join(command)} ended with {done.returncode}: {done.stderr.decode()[-500:]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=_Cost)
 
 
 def run(*, steps: Sequence[int] = (0, 1, 16), rounds: int = 3, directory: Path | None = None) -> dict[str, Any]:
@@ -164,7 +172,6 @@ def run(*, steps: Sequence[int] = (0, 1, 16), rounds: int = 3, directory: Path |
 
 def _compare(old: Path, new: Path, num_steps: int, rounds: int, work: Path) -> list[dict[str, Any]]:
     report = diff_checkpoints(old, new, work / "count", replace=True)
-    clock = SystemClock()
     tools = _tools(new.stat().st_size)
     costs: dict[str, list[tuple[_Cost, _Cost]]] = {tool.name: [] for tool in tools}
     nbytes: dict[str, int] = {}
@@ -173,8 +180,8 @@ def _compare(old: Path, new: Path, num_steps: int, rounds: int, work: Path) -> l
             paths = {"old": old, "new": new, "delta": work / "delta", "out": work / "out"}
             for name in ("delta", "out"):
                 paths[name].unlink(missing_ok=True)
-            made = _measure(tool.command(tool.make, paths), clock)
-            used = _measure(tool.command(tool.use, paths), clock)
+            made = _measure(tool.command(tool.make, paths))
+            used = _measure(tool.command(tool.use, paths))
             if paths["out"].read_bytes() != new.read_bytes():
                 raise RejectedError(f"bench: {tool.name} does not give NEW back")
             costs[tool.name].append((made, used))
