@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Literal, Protocol
 
 from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError, RejectedError
-from deltarefit.runtime.gate import LocalGate
+from deltarefit.runtime.gate import RequestGate
 
 __all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "VllmCalls", "calls_for"]
 
@@ -55,7 +55,7 @@ def calls_for(
     *,
     in_flight: InFlight,
     timeout_s: float,
-    gate: LocalGate,
+    gate: RequestGate,
     loop: asyncio.AbstractEventLoop | None,
 ) -> VllmCalls:
     """The calls of an ``LLM``, an ``AsyncLLM`` (with the loop it runs in) or a server's URL.
@@ -85,7 +85,7 @@ class OfflineCalls:
 
     is_thread_safe = False
 
-    def __init__(self, llm: Any, gate: LocalGate) -> None:
+    def __init__(self, llm: Any, gate: RequestGate) -> None:
         self._llm = llm
         self._gate = gate
 

@@ -21,7 +21,7 @@ from deltarefit.integrations.vllm.operations import RESULTS, RawTensor
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest
 from deltarefit.runtime.clock import IdSource, RandomIds
-from deltarefit.runtime.gate import LocalGate
+from deltarefit.runtime.gate import LocalGate, RequestGate
 
 __all__ = ["VllmEngine"]
 
@@ -46,7 +46,7 @@ class VllmEngine:
         key: bytes | None = None,
         call_timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
-        request_gate: LocalGate | None = None,
+        request_gate: RequestGate | None = None,
         ids: IdSource | None = None,
     ) -> None:
         """Nothing is asked of the engine before the first operation.
@@ -56,7 +56,7 @@ class VllmEngine:
         the key itself, handed to the ranks through a private file that is removed at once; ``call_timeout_s`` bounds each call
         except the wait for running requests.
         """
-        self.request_gate = request_gate if request_gate is not None else LocalGate()
+        self.request_gate: RequestGate = request_gate if request_gate is not None else LocalGate()
         self._calls: VllmCalls = calls_for(
             target, in_flight=in_flight, timeout_s=call_timeout_s, gate=self.request_gate, loop=loop
         )
@@ -69,6 +69,7 @@ class VllmEngine:
         self._number = 0
         self._num_ranks = 0
         self._is_updating = False
+        self._is_closing_ordered = False
         self._is_gate_closed = False
         self._name = ""
 
@@ -95,6 +96,7 @@ class VllmEngine:
 
     def close_gate(self, timeout_s: float = 60.0) -> None:
         """Stop serving. Running requests end, freeze or are aborted, as ``in_flight`` says. Raises DeadlineError."""
+        self._is_closing_ordered = True
         _translated("pausing", lambda: self._calls.pause(timeout_s))
         self._is_gate_closed = True
 
@@ -132,7 +134,7 @@ class VllmEngine:
     def reopen_gate(self) -> None:
         self._finish()
         _translated("resuming", self._calls.resume)
-        self._is_gate_closed = False
+        self._is_closing_ordered = self._is_gate_closed = False
 
     def covered(self) -> str:
         return f"every parameter and buffer that a canonical tensor reaches, on {self._num_ranks} ranks"
@@ -238,12 +240,11 @@ class VllmEngine:
         if self._calls.is_thread_safe or self._is_gate_closed:
             yield
             return
-        was_open = self.request_gate.is_open
         self.request_gate.close(self._call_timeout_s)
         try:
             yield
         finally:
-            if was_open:
+            if not self._is_closing_ordered:
                 self.request_gate.reopen()
 
 
