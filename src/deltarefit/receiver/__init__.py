@@ -7,6 +7,7 @@ handed in. Paper 6, A.2; design section 4; design note 0006.
 from deltarefit.receiver.rank import RankReceiver
 from deltarefit.receiver.report import (
     MergedReport,
+    PartDigest,
     PrewarmReport,
     RankDigest,
     TensorRoute,
@@ -18,6 +19,7 @@ from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 __all__ = [
     "ApplyPath",
     "MergedReport",
+    "PartDigest",
     "PrewarmReport",
     "RankDigest",
     "RankReceiver",

@@ -19,7 +19,7 @@ from deltarefit.receiver.crosscheck import contradiction, sample
 from deltarefit.receiver.guard import Place, layout_fingerprint, layout_of, storage_digest
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import WRONG_DIGEST, KeptCopy
-from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
+from deltarefit.receiver.report import PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
 from deltarefit.receiver.routes import (
     HeldPieces,
     aliases_and_collisions,
@@ -28,6 +28,7 @@ from deltarefit.receiver.routes import (
     pieces_route,
     scratch_route,
     unreached_elements,
+    view_key,
 )
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
@@ -36,6 +37,8 @@ from deltarefit.receiver.writers import WordsTarget, target_of_piece, targets_of
 __all__ = ["Assembly", "DigestPlan", "Prewarmed", "refusal"]
 
 _SHOWN = 20
+_MAX_PARTS = 64
+"""Boxes of one tensor whose digests are shown one by one; enough for fused projections whose groups are replicated."""
 
 
 def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> RejectedError:
@@ -52,21 +55,31 @@ class DigestPlan:
     coverage: str
     num_elements: int
     primary: tuple[tuple[WordsTarget, tuple[Piece, ...]], ...]
+    """Pieces by the target that reads them."""
     replicas: tuple[tuple[tuple[WordsTarget, Piece], tuple[WordsTarget, Piece]], ...]
+    has_parts: bool
+    """Whether each piece's digest is shown too."""
 
-    def digest(self) -> TensorDigest:
+    def digest(self) -> RankDigest:
         """Sum over the first homes. A further home that differs shifts it, whichever of the two is wrong."""
         try:
             return self._sum()
         except BaseMismatchError:  # a widened element has bits below the canonical ones: no canonical tensor looks like that
-            return WRONG_DIGEST
+            return RankDigest(self.coverage, self.num_elements, WRONG_DIGEST.lane0, WRONG_DIGEST.lane1)
 
-    def _sum(self) -> TensorDigest:
-        total = sum((target.digest(pieces) for target, pieces in self.primary), TensorDigest())
+    def _sum(self) -> RankDigest:
+        parts: list[PartDigest] = []
+        total = TensorDigest()
+        for target, pieces in self.primary:
+            for group in ((piece,) for piece in pieces) if self.has_parts else (pieces,):
+                digest = target.digest(group)
+                total += digest
+                if self.has_parts:
+                    parts.append(PartDigest(view_key(group[0].canonical), group[0].num_elements, digest.lane0, digest.lane1))
         for (target, piece), (first_target, first) in self.replicas:
             difference = target.digest((piece,)) - first_target.digest((first,))
             total = total + difference + difference + difference
-        return total
+        return RankDigest(self.coverage, self.num_elements, total.lane0, total.lane1, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +206,7 @@ class Assembly:
             held.num_elements,
             tuple((makers[number], tuple(pieces)) for number, pieces in by_home.items()),
             tuple(((makers[n], piece), (makers[m], first)) for (n, piece), (m, first) in held.replicas),
+            has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < self._catalog[name].num_elements,
         )
 
     def _kept(self, routes: Mapping[str, TensorRoute]) -> dict[str, KeptCopy]:

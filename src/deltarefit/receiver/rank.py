@@ -145,10 +145,7 @@ class RankReceiver:
         A further copy of elements on the same rank counts too: if it differs, the tensor's digest is wrong on purpose.
         """
         known = self._known()
-        result: dict[str, RankDigest] = {}
-        for name, plan in known.digest_plans.items():
-            digest = plan.digest()
-            result[name] = RankDigest(plan.coverage, plan.num_elements, digest.lane0, digest.lane1)
+        result = {name: plan.digest() for name, plan in known.digest_plans.items()}
         for name, copy in known.kept.items():
             shown = copy.digest(self._load_weights, known.storages)
             if shown is not None:

@@ -11,7 +11,7 @@ from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import BaseMismatchError
 from deltarefit.records import Encoding
 
-__all__ = ["MergedReport", "PrewarmReport", "RankDigest", "TensorRoute", "merge_digests", "merge_reports"]
+__all__ = ["MergedReport", "PartDigest", "PrewarmReport", "RankDigest", "TensorRoute", "merge_digests", "merge_reports"]
 
 
 class TensorRoute(msgspec.Struct, frozen=True):
@@ -64,6 +64,20 @@ class MergedReport(msgspec.Struct, frozen=True):
     """Tensors of which no rank holds anything."""
 
 
+class PartDigest(msgspec.Struct, frozen=True):
+    """The digest of one box of a canonical tensor."""
+
+    coverage: str
+    """Equal key: the same canonical elements."""
+    num_elements: int
+    lane0: int
+    lane1: int
+
+    @property
+    def digest(self) -> TensorDigest:
+        return TensorDigest(self.lane0, self.lane1)
+
+
 class RankDigest(msgspec.Struct, frozen=True):
     """The digest of the elements of one canonical tensor that one rank holds."""
 
@@ -72,6 +86,8 @@ class RankDigest(msgspec.Struct, frozen=True):
     num_elements: int
     lane0: int
     lane1: int
+    parts: tuple[PartDigest, ...] = ()
+    """The same elements box by box, where a rank holds several boxes but not all: other ranks may hold some of them too."""
 
     @property
     def digest(self) -> TensorDigest:
@@ -108,8 +124,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def merge_digests(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog) -> dict[str, TensorDigest | None]:
     """The digest of each whole canonical tensor, summed over the ranks of one receiver.
 
-    None where the ranks' parts do not add up to the whole tensor, so that nothing can be proved: it goes through the loader, or
-    ranks hold parts that overlap in part.
+    None where the ranks' parts do not add up to the whole tensor, so that nothing can be proved: its canonical bits cannot be
+    read back, or ranks hold boxes that overlap in part.
 
     Raises:
         BaseMismatchError: two ranks hold different bits for the same elements.
@@ -117,20 +133,33 @@ def merge_digests(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog
     merged: dict[str, TensorDigest | None] = {}
     disagreeing: list[str] = []
     for name, spec in catalog.items():
-        parts: dict[str, tuple[int, RankDigest]] = {}
-        for rank, digests in enumerate(per_rank):
-            digest = digests.get(name)
-            if digest is None:
-                continue
-            first_rank, first = parts.setdefault(digest.coverage, (rank, digest))
-            if first != digest:
-                disagreeing.append(f"{name} (ranks {first_rank} and {rank})")
-        held = sum(digest.num_elements for _, digest in parts.values())
-        total = sum((digest.digest for _, digest in parts.values()), TensorDigest())
-        merged[name] = total if held == spec.num_elements else None
+        held = [(rank, digests[name]) for rank, digests in enumerate(per_rank) if name in digests]
+        whole = [(rank, _whole(d)) for rank, d in held]
+        by_parts = [(rank, part) for rank, d in held for part in d.parts or (_whole(d),)]
+        total = _sum_of(whole, spec.num_elements, name, disagreeing)
+        merged[name] = total if total is not None else _sum_of(by_parts, spec.num_elements, name, disagreeing)
     if disagreeing:
         raise BaseMismatchError(
             f"{len(disagreeing)} tensors have different bits on ranks that hold the same elements, first {disagreeing[:3]}; "
             "repair the receiver by a dense overwrite"
         )
     return merged
+
+
+def _whole(digest: RankDigest) -> PartDigest:
+    """A rank's whole share as one part."""
+    return PartDigest(digest.coverage, digest.num_elements, digest.lane0, digest.lane1)
+
+
+def _sum_of(
+    parts: Sequence[tuple[int, PartDigest]], num_elements: int, name: str, disagreeing: list[str]
+) -> TensorDigest | None:
+    """The sum over distinct parts if they are all of the tensor. Ranks that disagree about a part are noted."""
+    distinct: dict[str, tuple[int, PartDigest]] = {}
+    for rank, part in parts:
+        first_rank, first = distinct.setdefault(part.coverage, (rank, part))
+        if first != part:
+            disagreeing.append(f"{name} (ranks {first_rank} and {rank})")
+    if sum(part.num_elements for _, part in distinct.values()) != num_elements:
+        return None
+    return sum((part.digest for _, part in distinct.values()), TensorDigest())

@@ -17,7 +17,15 @@ from deltarefit.receiver.report import TensorRoute
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.records import Encoding
 
-__all__ = ["HeldPieces", "aliases_and_collisions", "held_pieces", "pieces_route", "scratch_route", "unreached_elements"]
+__all__ = [
+    "HeldPieces",
+    "aliases_and_collisions",
+    "held_pieces",
+    "pieces_route",
+    "scratch_route",
+    "unreached_elements",
+    "view_key",
+]
 
 _ALL = (int(Encoding.DIFFERENCE), int(Encoding.XOR), int(Encoding.OVERWRITE))
 _OVERWRITE_ONLY = (int(Encoding.OVERWRITE),)
@@ -58,9 +66,14 @@ def held_pieces(homes: Iterable[Home]) -> HeldPieces | None:
         if colliding(Claim(str(place), "", piece.canonical, 1) for place, (_, piece) in enumerate(primary)):
             return None
     views = sorted((piece.canonical for _, piece in primary), key=lambda view: (view.offset, view.shape, view.stride))
-    text = ";".join(f"{view.offset},{view.shape},{view.stride}" for view in _joined(views))
-    key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    key = view_key(*_joined(views))
     return HeldPieces(tuple(primary), tuple(replicas), key, sum(piece.num_elements for _, piece in primary))
+
+
+def view_key(*views: StridedView) -> str:
+    """Equal for equal lists of views."""
+    text = ";".join(f"{view.offset},{view.shape},{view.stride}" for view in views)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _joined(views: list[StridedView]) -> list[StridedView]:

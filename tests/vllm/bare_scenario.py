@@ -1,0 +1,189 @@
+"""Refits bare vLLM models (no engine) through their own loaders, and writes what came out as JSON.
+
+A program of its own, one process a rank: ``python bare_scenario.py WORK RANK WORLD (tp|ep) ARCHITECTURE...``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_DIST_IDENT="bare",
+)
+
+import msgspec
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from deltarefit import kernels
+from deltarefit.bits import logical_words, spec_of
+from deltarefit.canonical import Catalog
+from deltarefit.errors import RefitError
+from deltarefit.ids import EncodingMode
+from deltarefit.pieces import Piece, StridedView
+from deltarefit.receiver import ApplyPath, RankReceiver, ReceiverSettings
+from deltarefit.records import Encoding
+from deltarefit.testing.checkpoints import load_tensors, perturbed
+from deltarefit.testing.oracle import delta_payload, differing, plan_for, raw_state
+
+WORK, RANK, WORLD, EXPERT_PARALLEL = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "ep"
+
+
+def configure(architecture: str):
+    return EngineArgs(
+        model=str(WORK / architecture),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        dtype="bfloat16",
+        tensor_parallel_size=WORLD,
+        distributed_executor_backend="mp" if WORLD > 1 else "uni",
+        enable_expert_parallel=EXPERT_PARALLEL,
+    ).create_engine_config()
+
+
+def initialise(config) -> None:
+    with set_current_vllm_config(config):
+        init_distributed_environment(WORLD, RANK, f"file://{WORK / f'rendezvous-{WORLD}-{EXPERT_PARALLEL}'}", RANK, "gloo")
+        ensure_model_parallel_initialized(WORLD, 1)
+
+
+def build(config, weights):
+    """A model that vLLM's own loader filled, unpacked: ``process_weights_after_loading`` is not called."""
+    config.compilation_config.static_forward_context.clear()
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("cpu"),
+        torch.no_grad(),
+    ):
+        model = initialize_model(vllm_config=config)
+        model.load_weights(list(weights.items()))
+    return model.eval()
+
+
+def addresses(model) -> dict[str, int]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.data_ptr() for name, tensor in named}
+
+
+def source_digest(tensor) -> str:
+    words = logical_words(tensor)
+    view = StridedView(0, (words.size,), (1,))
+    return kernels.digest(words, [Piece(view, view)]).hex()
+
+
+def shown(receiver) -> dict:
+    return msgspec.to_builtins(receiver.digests())
+
+
+class Refits:
+    """One architecture on this rank, through policies v0, v1, v2."""
+
+    def __init__(self, architecture: str, config) -> None:
+        self.config = config
+        self.versions = [load_tensors(WORK / architecture)]
+        for seed in (1, 2):
+            self.versions.append(perturbed(self.versions[-1], 0.03, seed=seed))
+        self.catalog = Catalog(spec_of(name, tensor) for name, tensor in self.versions[0].items())
+        self.fresh = [raw_state(build(config, weights)) for weights in self.versions]
+
+    def receiver(self, path: ApplyPath, model, **settings):
+        def load(weights):
+            with set_current_vllm_config(self.config):
+                return model.load_weights(weights)
+
+        return RankReceiver(model, load, settings=ReceiverSettings(path=path, verify_writes=True, **settings))
+
+    def refit(self, path: ApplyPath, prefer: Encoding, **settings) -> dict:
+        """v0 to v1 with masks, then v2 by overwrites over a mixture that a failed attempt left."""
+        model = build(self.config, self.versions[0])
+        before, places = raw_state(model), addresses(model)
+        receiver = self.receiver(path, model, **settings)
+        report = receiver.prewarm(self.catalog)
+        result = {"prewarm_changed": differing(raw_state(model), before), "equal": []}
+        plan = plan_for([report], self.catalog, prefer=prefer)
+        receiver.prepare(plan)
+        receiver.apply(delta_payload(plan, self.versions[0], self.versions[1]))
+        receiver.synchronize()
+        result["wrong_v1"] = differing(raw_state(model), self.fresh[1])
+        failed = delta_payload(plan, self.versions[1], self.versions[2], attempt="v000002-a1-test")
+        half = type(failed)(failed.header, failed.items[::2], failed.nbytes, failed.digest)
+        receiver.apply(half)
+        receiver.prepare(plan)
+        retry = delta_payload(plan, self.versions[1], self.versions[2], mode=EncodingMode.OVERWRITE, attempt="v000002-a2-test")
+        receiver.apply(retry)
+        receiver.synchronize()
+        result["wrong_v2"] = differing(raw_state(model), self.fresh[2])
+        result["moved"] = [name for name, place in addresses(model).items() if places[name] != place]
+        result["encodings"] = sorted({encoding.name for encoding in plan.encodings.values()})
+        return result
+
+    def audit(self) -> dict:
+        """A dense attempt, after which everything is proven; then one flipped bit in every storage in turn."""
+        model = build(self.config, self.versions[0])
+        receiver = self.receiver(ApplyPath.COMPILED, model)
+        report = receiver.prewarm(self.catalog)
+        plan = plan_for([report], self.catalog)
+        dense = type(plan)(plan.catalog, plan.encodings, 1, frozenset(self.catalog))
+        receiver.prepare(dense)
+        receiver.apply(delta_payload(dense, self.versions[0], self.versions[1]))
+        receiver.synchronize()
+        proven = shown(receiver)
+        unnoticed = []
+        names = dict(model.named_parameters())
+        for name, parameter in names.items():
+            if name in report.unreached or not parameter.numel():
+                continue
+            words = parameter.detach().reshape(-1).view(torch.uint8)
+            place = words.numel() // 3
+            words[place] ^= 4
+            if shown(receiver) == proven:
+                unnoticed.append(name)
+            words[place] ^= 4
+        routes = {name: [route.kind, route.cast, route.is_dense] for name, route in report.routes.items()}
+        source = {name: source_digest(tensor) for name, tensor in self.versions[1].items()}
+        return {
+            "wrong": differing(raw_state(model), self.fresh[1]),
+            "digests": proven,
+            "source": source,
+            "unnoticed": unnoticed,
+            "routes": routes,
+            "specs": {name: [spec.dtype, list(spec.shape)] for name, spec in self.catalog.items()},
+        }
+
+
+def main() -> None:
+    results: dict[str, object] = {}
+    for number, architecture in enumerate(sys.argv[5:]):
+        try:
+            config = configure(architecture)
+            if number == 0:
+                initialise(config)
+            refits = Refits(architecture, config)
+            results[architecture] = {
+                "compiled": refits.refit(ApplyPath.COMPILED, Encoding.DIFFERENCE),
+                "compiled xor": refits.refit(ApplyPath.COMPILED, Encoding.XOR),
+                "torch": refits.refit(ApplyPath.COMPILED, Encoding.DIFFERENCE, torch_writes=True),
+                "scratch": refits.refit(ApplyPath.SCRATCH, Encoding.XOR),
+                "audit": refits.audit(),
+            }
+        except (RefitError, AssertionError, ValueError, RuntimeError, TypeError, KeyError):
+            results[architecture] = {"error": traceback.format_exc()}
+    (WORK / f"bare-{RANK}-of-{WORLD}-{sys.argv[4]}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
