@@ -37,8 +37,8 @@ __all__ = ["receiver"]
 def receiver(*, run: str, engine: str, name: str | None, in_flight: str, key_file: Path | None, lease_s: float) -> None:
     """Keep a running vLLM server at a run's committed policy version, until interrupted.
 
-    Start the server with --weight-transfer-config '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1, from the checkpoint that
-    the trainer started from.
+    Start the server with --weight-transfer-config '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1, from the checkpoint
+    that the trainer started from.
     """
     import importlib
 

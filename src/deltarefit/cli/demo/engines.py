@@ -81,6 +81,7 @@ class VllmRollout:
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=16,
+            gpu_memory_utilization=0.05,  # the check of free host memory, not an allocation; several engines share this host
             dtype="bfloat16",
             disable_log_stats=True,
             distributed_executor_backend="uni",
