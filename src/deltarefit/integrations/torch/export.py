@@ -9,17 +9,19 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from deltarefit import placement
-from deltarefit.bits import spec_of, storage_id
+from deltarefit.bits import dtype_name, storage_id
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.torch.local import LocalTensor, clean_name, same_memory
-from deltarefit.pieces import Piece, whole
+from deltarefit.integrations.torch.watch import follow, verify
+from deltarefit.pieces import Piece
 
 __all__ = ["Convert", "ExportMap", "Exporter", "after", "exporter_of", "map_export"]
 
@@ -83,47 +85,53 @@ def after(exporter: Exporter, export: Convert, *, by_layer: bool) -> Exporter:
 
 
 def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Sequence[str]) -> ExportMap:
-    """Watch the exporter on these module tensors.
+    """Find out where every element of the exporter's outputs comes from.
 
-    A first run on meta tensors, which costs nothing, gives names and shapes and finds what is merely renamed. Only the rest is
-    traced with probes: a layer at a time where the exporter allows it.
+    Its operations are followed on tensors without data. What that explains is checked once per kind of layer on random bits;
+    what it does not is traced with probes, a layer at a time where the exporter allows it.
 
     Raises:
         RejectedError: it gives other tensors for a layer alone than for the whole, or reads tensors of several layers.
     """
     shapes = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
-    outputs, renamed = _dry_run(exporter, shapes)
-    found = ExportMap(outputs, {}, {}, {})
-    for name, source in renamed.items():
-        view = whole(outputs[name].shape)
-        found.placements[name] = ((source, (Piece(view, view),)),)
-    if exporter.by_layer:
-        rest = set(renamed.values())
-        batches = _layers(name for name in names if name not in rest)
-    else:
-        batches = [tuple(names)] if len(renamed) < len(outputs) else []
+    followed = follow(exporter.convert, shapes)
+    found = ExportMap(followed.specs, dict(followed.placements), {}, {})
+    idle = {followed.placements[name][0][0] for name in followed.untouched}
+    batches = _layers(name for name in names if name not in idle) if exporter.by_layer else [tuple(names)]
+    unknown = set(found.specs) - set(found.placements)
+    if not unknown:
+        _verify_batches(exporter, tensors, batches, found, followed.untouched)
+        return found
     for batch in batches:
         _trace_batch(exporter, shapes, batch, found)
-    if missing := sorted(set(outputs) - set(found.placements) - set(found.opaque)):
+    if missing := sorted(set(found.specs) - set(found.placements) - set(found.opaque)):
         raise RejectedError(f"export of {', '.join(missing[:3])} reads tensors of several layers; cannot be traced by layer")
     return found
 
 
-def _dry_run(exporter: Exporter, shapes: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Specs of all outputs, and per output that is an input untouched, which one.
-
-    An exporter that needs values is run on zeros instead; what it passes on untouched may then depend on the zeros, so nothing
-    is believed to be renamed.
-    """
-    meta = dict(shapes)
-    try:
-        outputs = exporter.convert(dict(meta))
-    except Exception:
-        zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in shapes.items()}
-        return {name: spec_of(name, tensor) for name, tensor in exporter.convert(zeros).items()}, {}
-    inputs = {id(tensor): name for name, tensor in meta.items() if tensor._version == 0}
-    renamed = {name: inputs[id(tensor)] for name, tensor in outputs.items() if id(tensor) in inputs}
-    return {name: spec_of(name, tensor) for name, tensor in outputs.items()}, renamed
+def _verify_batches(
+    exporter: Exporter,
+    tensors: Mapping[str, LocalTensor],
+    batches: Sequence[tuple[str, ...]],
+    found: ExportMap,
+    untouched: AbstractSet[str],
+) -> None:
+    """Check what was followed on random bits, on the first of every kind of layer."""
+    outputs: dict[str, list[str]] = {}
+    for name, parts in found.placements.items():
+        if name not in untouched:
+            outputs.setdefault(parts[0][0], []).append(name)
+    seen = set()
+    for batch in batches:
+        placements = {name: found.placements[name] for source in batch for name in outputs.get(source, ())}
+        kind = tuple((_LAYER.sub("", source), tensors[source].shape, tensors[source].dtype) for source in batch)
+        if not placements or kind in seen:
+            continue
+        seen.add(kind)
+        specs = {source: TensorSpec(source, dtype_name(tensors[source].dtype), tensors[source].shape) for source in batch}
+        wrong = verify(exporter.convert, specs, placements)
+        if wrong is not None:
+            raise RejectedError(f"export of {wrong}: random bits do not arrive where its operations lead; cannot be mapped")
 
 
 def _trace_batch(exporter: Exporter, shapes: Mapping[str, torch.Tensor], batch: tuple[str, ...], found: ExportMap) -> None:
