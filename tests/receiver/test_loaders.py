@@ -35,6 +35,8 @@ def changed(case, old, seed, share=0.2):
     for name, spec in case.catalog.items():
         words = logical_words(old[name]).copy()
         places = np.flatnonzero(generator.random(words.size) < share)
+        if not places.size and words.size:
+            places = generator.integers(0, words.size, 1)
         words[places] = logical_words(other[name])[places]
         new[name] = tensor_from_words(words, spec)
     return tied(case, new)

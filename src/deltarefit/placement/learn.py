@@ -38,6 +38,8 @@ class LearnedLoader:
     refused: dict[str, str] = field(default_factory=dict)
     fills: list[Write] = field(default_factory=list)
     """Constants written outside every canonical element, such as vocabulary padding."""
+    writes: dict[str, list[Write]] = field(default_factory=dict)
+    """Every write that was seen for a tensor, constants aside."""
     reported: frozenset[str] = frozenset()
     """What the loader returned. Never trusted."""
 
@@ -48,6 +50,7 @@ def learn_loader(load_weights: LoadWeights, storages: StorageMap, catalog: Catal
     survey = _survey(load_weights, storages, catalog, learned)
     learned.reported = survey.reported
     by_name, learned.fills = _sort_writes(survey, learned)
+    learned.writes = by_name
     doubtful = _doubtful(survey, by_name, learned.fills)
     for name, writes in by_name.items():
         if name not in doubtful and name not in learned.refused:

@@ -25,6 +25,7 @@ from deltarefit.receiver.routes import (
     aliases_and_collisions,
     claims_of,
     held_pieces,
+    is_constant,
     pieces_route,
     scratch_route,
     unreached_elements,
@@ -95,6 +96,8 @@ class Prewarmed:
     digest_plans: Mapping[str, DigestPlan]
     kept: Mapping[str, KeptCopy]
     known_fills: frozenset[WriteKey]
+    expected_writes: Mapping[str, frozenset[WriteKey]]
+    """Per tensor that goes through the loader, what its load writes."""
     untouched: frozenset[str]
     """Keys of the storages that no canonical tensor reaches."""
 
@@ -135,7 +138,7 @@ class Assembly:
                 self._refused[name] = trial.refusal
         tensors = self._places()
         unreached = unreached_elements(tensors, claims)
-        self._refuse_unreached(unreached, tensors)
+        self._refuse_unreached(unreached_elements(tensors, [claim for claim in claims if not is_constant(claim)]), tensors)
         if not self._refused:
             self._cross_check(load_weights)
         if self._refused:
@@ -152,6 +155,7 @@ class Assembly:
             digest_plans=self._digest_plans,
             kept=self._kept(routes),
             known_fills=frozenset(write.key for write in learned.fills),
+            expected_writes=self._expected_writes(routes),
             untouched=frozenset(storage.key for storage in self._storages.storages if storage.key not in touched),
         )
 
@@ -208,6 +212,14 @@ class Assembly:
             tuple(((makers[n], piece), (makers[m], first)) for (n, piece), (m, first) in held.replicas),
             has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < self._catalog[name].num_elements,
         )
+
+    def _expected_writes(self, routes: Mapping[str, TensorRoute]) -> dict[str, frozenset[WriteKey]]:
+        through_loader = self._settings.path is ApplyPath.SCRATCH
+        return {
+            name: frozenset(write.key for write in self._learned.writes.get(name, ()))
+            for name, route in routes.items()
+            if route.kind == "scratch" or (through_loader and route.kind == "pieces")
+        }
 
     def _kept(self, routes: Mapping[str, TensorRoute]) -> dict[str, KeptCopy]:
         """Copies of computed tensors. Those that must be loaded whole are gathered in any case."""

@@ -61,38 +61,37 @@ class CopyInterceptor(LoadWatch):  # type: ignore[no-untyped-call]  # torch leav
         policy: CopyPolicy,
         *,
         known_fills: frozenset[WriteKey] = frozenset(),
+        expected: frozenset[WriteKey] | None = None,
         shadow: Shadow | None = None,
     ) -> None:
         super().__init__(storages, inputs, shadow)
         self._policy = policy
         self._known_fills = known_fills
+        self._expected = expected
         self.violation: LoaderContractError | None = None
         """Kept here too: a loader may swallow what is raised inside it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, operation: str) -> None:
         write = self.describe(WriteKind.COPY, operation, target, source)
         self.writes.append(write)
-        if not write.view.num_elements:
-            return
+        if write.view.num_elements:
+            self._apply(write, source if self._shadow is None else self._shadow.redirect(source))
+
+    def fill(self, target: torch.Tensor, value: Any, operation: str) -> None:
+        write = self.describe(WriteKind.FILL, operation, target, None)
+        self.writes.append(write)
+        if write.view.num_elements and write.key not in self._known_fills:
+            self._apply(write, torch.full((), value, dtype=target.dtype, device=target.device))
+
+    def _apply(self, write: Write, value: torch.Tensor) -> None:
         place = self._live(write) if self._shadow is None else self._shadowed(write)
-        if place is None:
-            raise self._refused(f"{operation} writes {write.storage.key} where prewarm saw no write")
-        value = source if self._shadow is None else self._shadow.redirect(source)
+        if place is None or (self._expected is not None and write.key not in self._expected):
+            raise self._refused(f"{write.operation} writes {write.storage.key} where prewarm saw no write")
         try:
             self._policy.copy(place, value.expand(place.shape), write)
         except LoaderContractError as error:
             self.violation = error
             raise
-
-    def fill(self, target: torch.Tensor, value: Any, operation: str) -> None:
-        write = self.describe(WriteKind.FILL, operation, target, None)
-        self.writes.append(write)
-        if not write.view.num_elements or write.key in self._known_fills:
-            return
-        if (place := self._shadowed(write)) is not None:
-            place.fill_(value)
-            return
-        raise self._refused(f"{operation} fills {write.storage.key} with a constant that prewarm did not see")
 
     def other(self, write: Write) -> None:
         raise self._refused(f"{write.operation} writes {write.storage.key}; prewarm did not see it")

@@ -64,6 +64,7 @@ class RankReceiver:
                 known.storages,
                 ScratchBuffer(known.report.scratch_nbytes),
                 known_fills=known.known_fills,
+                expected=known.expected_writes,
                 verify=self._settings.verify_writes,
             )
             self._prewarmed = known

@@ -132,8 +132,12 @@ def claims_of(learned: LearnedLoader) -> list[Claim]:
             Claim(name, w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in {w.key: w for w in opaque.writes}.values()
         ]
     fills = {(write.current, write.key): write for write in learned.fills}
-    claims += [Claim(f"{_FILL}{w.current}", w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in fills.values()]
-    return claims
+    return claims + [Claim(f"{_FILL}{w.current}", w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in fills.values()]
+
+
+def is_constant(claim: Claim) -> bool:
+    """Whether a claim is a constant that the loader writes, not an element of a tensor."""
+    return claim.owner.startswith(_FILL)
 
 
 def aliases_and_collisions(learned: LearnedLoader, claims: Iterable[Claim]) -> tuple[list[tuple[str, str]], dict[str, str]]:

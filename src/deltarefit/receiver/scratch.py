@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -77,13 +79,16 @@ class LoaderPath:
         scratch: ScratchBuffer,
         *,
         known_fills: frozenset[WriteKey] = frozenset(),
+        expected: Mapping[str, frozenset[WriteKey]] | None = None,
         verify: bool = False,
         shadow: Shadow | None = None,
     ) -> None:
+        """``expected``: what each tensor may write, as prewarm saw it; None allows everything, for trials on a shadow."""
         self._load_weights = load_weights
         self._storages = storages
         self._scratch = scratch
         self._known_fills = known_fills
+        self._expected = expected
         self._verify = verify
         self._shadow = shadow
 
@@ -137,7 +142,14 @@ class LoaderPath:
 
     def _run(self, spec: TensorSpec, words: Words, policy: CopyPolicy) -> int:
         inputs = Inputs([spec], lambda _: words)
-        interceptor = CopyInterceptor(self._storages, inputs, policy, known_fills=self._known_fills, shadow=self._shadow)
+        interceptor = CopyInterceptor(
+            self._storages,
+            inputs,
+            policy,
+            known_fills=self._known_fills,
+            expected=None if self._expected is None else self._expected.get(spec.name, frozenset()),
+            shadow=self._shadow,
+        )
         try:
             with torch.no_grad(), interceptor:
                 self._load_weights(iter(inputs))
