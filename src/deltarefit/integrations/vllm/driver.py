@@ -137,7 +137,8 @@ class VllmEngine:
         self._is_closing_ordered = self._is_gate_closed = False
 
     def covered(self) -> str:
-        return f"every parameter and buffer that a canonical tensor reaches, on {self._num_ranks} ranks"
+        ranks = "1 rank" if self._num_ranks == 1 else f"{self._num_ranks} ranks"
+        return f"every parameter and buffer that a canonical tensor reaches, on {ranks}"
 
     def close(self) -> None:
         """End an open session and remove the exchange directory. The engine lives on, and its gate stays as it is."""
