@@ -13,7 +13,7 @@ from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.canonical import Catalog, TensorSpec  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.ids import EncodingMode  # noqa: E402
-from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.integrations.torch import catalog_of_config, torch_adapter  # noqa: E402
 from deltarefit.pieces import Piece, whole  # noqa: E402
 from deltarefit.plan import RefitPlan  # noqa: E402
 from deltarefit.records import Encoding  # noqa: E402
@@ -180,3 +180,28 @@ def test_master_weights_in_float32_are_published_in_the_checkpoints_dtype(tmp_pa
         model.model.norm.weight += 1e-7
     plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
     assert list(source.owner.build(plan, EncodingMode.MIXED)) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_configuration_alone_gives_the_catalog_of_its_checkpoint(architecture, tmp_path):
+    manifest, _ = saved(tiny_model(architecture), tmp_path)
+    assert catalog_of_config(tmp_path) == manifest
+
+
+def test_a_configuration_of_30b_parameters_needs_no_memory_for_them(tmp_path):
+    """Public numbers of Qwen/Qwen3-30B-A3B; 61,064,245,248 bytes in 18,867 tensors (paper, Table D.2)."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
+        dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    catalog = catalog_of_config(tmp_path / "config.json")
+    assert (len(catalog), catalog.nbytes) == (18867, 61_064_245_248)
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(RejectedError, match="transformers cannot build a model from it"):
+        catalog_of_config(tmp_path)

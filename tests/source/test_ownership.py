@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_catalogs import qwen3_30b_a3b
 from source_cases import row_shards, spec, whole_task
 
 from deltarefit.errors import RejectedError
@@ -31,17 +32,7 @@ def tasks_of(shapes, replicas):
 
 def qwen3_30b_tasks(replicas):
     """The tensors of Qwen3-30B-A3B, 18,867 of them."""
-    shapes = {"model.embed_tokens.weight": (151936, 2048), "lm_head.weight": (151936, 2048), "model.norm.weight": (2048,)}
-    for layer in range(48):
-        at = f"model.layers.{layer}."
-        shapes |= {at + "self_attn.q_proj.weight": (4096, 2048), at + "self_attn.o_proj.weight": (2048, 4096)}
-        shapes |= {at + f"self_attn.{part}_proj.weight": (512, 2048) for part in "kv"}
-        shapes |= {at + f"self_attn.{part}_norm.weight": (128,) for part in "qk"}
-        shapes |= {at + "input_layernorm.weight": (2048,), at + "post_attention_layernorm.weight": (2048,)}
-        shapes[at + "mlp.gate.weight"] = (128, 2048)
-        for expert in range(128):
-            shapes |= {at + f"mlp.experts.{expert}.{part}_proj.weight": (768, 2048) for part in ("gate", "up", "down")}
-    return tasks_of(shapes, replicas)
+    return tasks_of({tensor.name: tensor.shape for tensor in qwen3_30b_a3b().values()}, replicas)
 
 
 def loads(tasks, world_size):

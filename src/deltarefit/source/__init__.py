@@ -11,6 +11,7 @@ from deltarefit.source.baseline import SourceBaseline, TaskTracker
 from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
 from deltarefit.source.collective import Collective, LocalCollective, together
 from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, required_tensors
+from deltarefit.source.coverage import CoverageReport, CoverageRow, ParallelDegrees, coverage_of
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
 from deltarefit.source.regions import onto_shard, onto_view, window
@@ -24,8 +25,11 @@ __all__ = [
     "BuildStats",
     "Collective",
     "ConversionTask",
+    "CoverageReport",
+    "CoverageRow",
     "LocalCollective",
     "Owner",
+    "ParallelDegrees",
     "ResidualBaseline",
     "ResidualConverter",
     "ResidualPart",
@@ -41,6 +45,7 @@ __all__ = [
     "audit_coverage",
     "audit_replicas",
     "check_manifest",
+    "coverage_of",
     "cut_into_buckets",
     "cut_into_chunks",
     "elect_owners",

@@ -7,6 +7,15 @@ from __future__ import annotations
 
 from deltarefit.integrations.torch.adapter import TorchAdapter, source_adapter, torch_adapter
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
+from deltarefit.integrations.torch.config import catalog_of_config
 from deltarefit.integrations.torch.manifest import read_manifest
 
-__all__ = ["TorchAdapter", "TorchCollective", "default_collective", "read_manifest", "source_adapter", "torch_adapter"]
+__all__ = [
+    "TorchAdapter",
+    "TorchCollective",
+    "catalog_of_config",
+    "default_collective",
+    "read_manifest",
+    "source_adapter",
+    "torch_adapter",
+]

@@ -84,11 +84,14 @@ def after(exporter: Exporter, export: Convert, *, by_layer: bool) -> Exporter:
     return replace(exporter, convert=lambda tensors: export(exporter.convert(tensors)), by_layer=by_layer)
 
 
-def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Sequence[str]) -> ExportMap:
+def map_export(
+    exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Sequence[str], *, check: bool = True
+) -> ExportMap:
     """Find out where every element of the exporter's outputs comes from.
 
     Its operations are followed on tensors without data. What that explains is checked once per kind of layer on random bits;
-    what it does not is traced with probes, a layer at a time where the exporter allows it.
+    what it does not is traced with probes, a layer at a time where the exporter allows it. Without ``check`` nothing is run on
+    data; names and shapes are right then, placements are unproved and some may be missing.
 
     Raises:
         RejectedError: it gives other tensors for a layer alone than for the whole, or reads tensors of several layers.
@@ -96,6 +99,8 @@ def map_export(exporter: Exporter, tensors: Mapping[str, LocalTensor], names: Se
     shapes = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     followed = follow(exporter.convert, shapes)
     found = ExportMap(followed.specs, dict(followed.placements), {}, {})
+    if not check:
+        return found
     idle = {followed.placements[name][0][0] for name in followed.untouched}
     batches = _layers(name for name in names if name not in idle) if exporter.by_layer else [tuple(names)]
     unknown = set(found.specs) - set(found.placements)
@@ -189,7 +194,7 @@ def _refuse_adapters(state: Mapping[str, torch.Tensor]) -> None:
 def _memory(local: LocalTensor) -> object:
     """Equal for tensors that are the same elements. What is empty here has no memory; there, one object is one tensor."""
     tensor = local.live()
-    if not tensor.numel():
+    if not tensor.numel() or tensor.device.type == "meta":
         return id(getattr(local.module, local.attribute))
     return storage_id(tensor), local.view, local.dtype
 

@@ -156,8 +156,12 @@ def refuse_shards(name: str, tensor: torch.Tensor) -> Shard | None:
     return None
 
 
-def local_tensors(model: torch.nn.Module, shard_of: ShardOf = refuse_shards) -> dict[str, LocalTensor]:
+def local_tensors(
+    model: torch.nn.Module, shard_of: ShardOf = refuse_shards, *, needs_data: bool = True
+) -> dict[str, LocalTensor]:
     """Every parameter and persistent buffer under its clean name, aliases included, in module order.
+
+    Without ``needs_data``, tensors on the meta device are taken too: their facts can be read, their words cannot.
 
     Raises:
         RejectedError: a tensor is not materialised, sparse or a subclass that hides its storage, or ``shard_of`` refuses it.
@@ -168,7 +172,7 @@ def local_tensors(model: torch.nn.Module, shard_of: ShardOf = refuse_shards) -> 
             name = clean_name(f"{path}.{attribute}" if path else attribute)
             shard = shard_of(name, tensor)
             part = local_part(tensor)
-            _check_plain(name, part)
+            _check_plain(name, part, needs_data=needs_data)
             found[name] = LocalTensor(name, module, attribute, part.dtype, storage_view(part), shard)
     return found
 
@@ -186,8 +190,8 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield attribute, buffer
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type == "meta":
+def _check_plain(name: str, tensor: torch.Tensor, *, needs_data: bool) -> None:
+    if tensor.device.type == "meta" and needs_data:
         raise RejectedError(f"tensor {name} is on the meta device; expected materialised weights. Load the checkpoint first")
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         raise RejectedError(
