@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import click
 
-from deltarefit.cli._output import emit, guarded, json_option, print_table
+from deltarefit.cli._output import emit, format_seconds, guarded, json_option, print_table
 
 __all__ = ["status"]
 
 
 @click.command()
 @click.option("--run", "run", required=True, help="The run's URL, as the trainer and the receivers name it.")
-@click.option("--watch", "watch_s", type=float, default=3.0, show_default=True, help="Seconds to watch for signs of life.")
+@click.option("--watch", "watch_s", type=float, default=None, help="Seconds to watch for signs of life; default: half a lease.")
 @json_option
 @guarded
-def status(*, run: str, watch_s: float, as_json: bool) -> None:
+def status(*, run: str, watch_s: float | None, as_json: bool) -> None:
     """Show who takes part in a run, which policy version is committed, and which attempt is under way."""
     from deltarefit.runtime.clock import RandomIds, SystemClock
     from deltarefit.runtime.status import RunStatus, read_status
@@ -27,8 +27,12 @@ def status(*, run: str, watch_s: float, as_json: bool) -> None:
         click.echo(
             f"coordinator: {shown.coordinator or 'none'}" + (f", epoch {shown.epoch}, {alive}" if shown.coordinator else "")
         )
+        if shown.activity:
+            click.echo(f"it is at: {shown.activity} (for {format_seconds(shown.activity_s)})")
         if shown.attempt:
             click.echo(f"attempt: {shown.attempt} ({shown.attempt_mode}), required: {', '.join(shown.required) or 'none'}")
+        elif shown.num_attempts:
+            click.echo(f"a refit is unfinished after {shown.num_attempts} attempts; none is bound now")
         if shown.repair:
             click.echo(f"the next refit sends every element: {shown.repair}")
         if shown.abort:
@@ -36,15 +40,16 @@ def status(*, run: str, watch_s: float, as_json: bool) -> None:
         if not shown.receivers:
             click.echo("no receivers")
             return
-        columns = ["receiver", "engine", "alive", "ready", "holds version", "refusal"]
+        columns = ["receiver", "engine", "alive", "ready", "serving", "holds version", "doing"]
         rows = [
             [
                 r.receiver,
                 r.engine,
                 "yes" if r.is_alive else "NO",
                 "yes" if r.is_ready else "no",
+                "yes" if r.is_serving else "no",
                 "-" if r.policy_version is None else str(r.policy_version),
-                r.refusal,
+                f"refuses: {r.refusal}" if r.refusal else r.activity,
             ]
             for r in shown.receivers
         ]

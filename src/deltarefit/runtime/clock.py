@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "Deadline", "IdSource", "ManualClock", "RandomIds", "SystemClock"]
+__all__ = ["Clock", "Deadline", "IdSource", "ManualClock", "Pace", "RandomIds", "SystemClock"]
 
 
 class Clock(Protocol):
@@ -87,3 +87,29 @@ class Deadline:
     @property
     def expired(self) -> bool:
         return self.remaining_s() <= 0.0
+
+
+class Pace:
+    """How often to look at something that changes now and then: soon after a change, ever more rarely without one."""
+
+    def __init__(self, clock: Clock, *, first_s: float, most_s: float) -> None:
+        self._clock = clock
+        self._first_s = first_s
+        self._most_s = most_s
+        self._pause_s = first_s
+        self._due_s = clock.monotonic_s()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look. Saying yes doubles the pause until the next yes."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._most_s)
+        return True
+
+    def reset(self) -> None:
+        """Something changed: look again soon."""
+        self._pause_s = self._first_s
+        self._due_s = min(self._due_s, self._clock.monotonic_s() + self._first_s)

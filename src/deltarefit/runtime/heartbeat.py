@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from deltarefit.errors import RefitError
 from deltarefit.protocol import LeaseSettings, SelfFence
@@ -16,17 +17,22 @@ _LOG = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Beats a beacon until closed. ``may_act`` is False once the lease may have run out in other eyes (checklist D37)."""
+    """Beats a beacon until closed. ``may_act`` is False once the lease may have run out in other eyes (checklist D37).
 
-    def __init__(self, beacon: Beacon, lease: LeaseSettings, clock: Clock, info: bytes) -> None:
+    A lease that ran out is not renewed by itself: the beacon stands still until ``restore``, so that nobody takes a holder for
+    alive that others may have given up.
+    """
+
+    def __init__(self, beacon: Beacon, lease: LeaseSettings, clock: Clock, info: Callable[[], bytes]) -> None:
+        """``info`` gives what to show; it is called from the thread too, at each beat."""
+        self.lease = lease
         self._beacon = beacon
-        self._lease = lease
         self._clock = clock
         self._info = info
         self._lock = threading.Lock()
         self._stop = threading.Event()
         sent_s = clock.monotonic_s()
-        beacon.beat(info)
+        beacon.beat(info())
         self._fence = SelfFence(lease, now_s=sent_s)
         self._thread = threading.Thread(target=self._run, name="deltarefit-heartbeat", daemon=True)
         self._thread.start()
@@ -37,36 +43,37 @@ class Heartbeat:
         with self._lock:
             return self._fence.may_act(self._clock.monotonic_s())
 
-    def show(self, info: bytes) -> None:
-        """Change what is shown, at once."""
-        with self._lock:
-            self._info = info
+    def show(self) -> None:
+        """What is shown has changed: beat at once. Nothing happens if the lease ran out."""
         self._beat()
 
     def restore(self) -> None:
-        """The holder was restored and starts anew after its lease ran out."""
+        """The holder starts anew after its lease ran out."""
         sent_s = self._clock.monotonic_s()
-        self._beacon.beat(self._info)
+        self._beacon.beat(self._info())
         with self._lock:
             self._fence.restore(sent_s=sent_s)
 
-    def close(self) -> None:
-        """Say goodbye: others see at once that the holder left on purpose."""
+    def close(self, *, say_goodbye: bool = True) -> None:
+        """Beat no more; with a goodbye others see at once that the holder left on purpose."""
         self._stop.set()
-        self._thread.join()
-        self._beacon.remove()
+        self._thread.join(self.lease.lease_s)
+        if say_goodbye:
+            self._beacon.remove()
 
     def _beat(self) -> None:
-        with self._lock:
-            info = self._info
+        if not self.may_act:
+            return
         sent_s = self._clock.monotonic_s()
-        self._beacon.beat(info)
+        self._beacon.beat(self._info())
         with self._lock:
             self._fence.renewed(sent_s=sent_s, now_s=self._clock.monotonic_s())
 
     def _run(self) -> None:
-        while not self._stop.wait(self._lease.renew_s):
+        while not self._stop.wait(self.lease.renew_s):
             try:
                 self._beat()
             except RefitError as error:
                 _LOG.warning("sign of life not written, will try again: %s", error)
+            except Exception:
+                _LOG.exception("sign of life not written, will try again")

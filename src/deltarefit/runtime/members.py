@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from deltarefit.errors import DeadlineError, RejectedError
+from deltarefit.errors import DeadlineError, RejectedError, TransportError
 from deltarefit.ids import ReceiverId
+from deltarefit.protocol import LeaseSettings, LeaseVerdict, LeaseWatch
 from deltarefit.runtime.clock import Clock, Deadline
 from deltarefit.runtime.messages import EngineSummary, Membership, decode_message
-from deltarefit.transport import BeaconWatch, RunStore, keys
+from deltarefit.transport import BeaconReading, RunStore, keys, read_beacons
 
 __all__ = ["Member", "Members"]
 
+_LOG = logging.getLogger(__name__)
 _MAX_SUMMARY_NBYTES = 64 * 2**20  # 200,000 tensors of 60-byte names need about 15 MB
 _LOOK_S = 0.05
 
@@ -25,61 +29,131 @@ class Member:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """The receiver's name and the start of its process: a restarted receiver is another member."""
+        """The receiver's name and incarnation: one that restarted, or registered anew, is another member."""
         return self.receiver, self.membership.incarnation
 
 
-class Members:
-    """Watches the beacons under a run. Used by one thread."""
+@dataclass(slots=True)
+class _Watched:
+    watch: LeaseWatch
+    is_fresh: bool
+    """It appeared while we were looking, so it need not move to prove that it lives."""
+    member: Member
+    verdict: LeaseVerdict = LeaseVerdict.UNDECIDED
 
-    def __init__(self, store: RunStore, clock: Clock, lease_s: float) -> None:
+
+class Members:
+    """Watches the beacons under a run. Used by one thread at a time."""
+
+    def __init__(self, store: RunStore, clock: Clock, lease: LeaseSettings) -> None:
         self._store = store
         self._clock = clock
-        self._lease_s = lease_s
-        self._watch = BeaconWatch(store, clock=clock)
+        self._lease = lease
+        self._watched: dict[ReceiverId, _Watched] = {}
+        self._looked_s: float | None = None
         self._summaries: dict[str, EngineSummary] = {}
+        self._refusals: dict[ReceiverId, str] = {}
 
-    def alive(self) -> dict[ReceiverId, Member]:
-        """Receivers whose beacon moved within the lease, by name."""
-        found = {}
-        for name, sighting in self._watch.look().items():
-            if sighting.age_s < self._lease_s:
-                membership = decode_message(sighting.reading.info, Membership, sender=f"beacon of receiver {name}")
-                found[ReceiverId(name)] = Member(ReceiverId(name), membership)
-        return found
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    def alive(self, *, max_age_s: float = 0.0) -> dict[ReceiverId, Member]:
+        """Receivers that are not proven dead, by name, as they were at most ``max_age_s`` ago."""
+        if self._looked_s is None or self._clock.monotonic_s() - self._looked_s > max_age_s:
+            self._look()
+        return {name: one.member for name, one in self._watched.items() if one.verdict is not LeaseVerdict.EXPIRED}
+
+    def expired(self) -> frozenset[ReceiverId]:
+        """Receivers whose beacon is there and stood still for a lease, at the last look."""
+        return frozenset(name for name, one in self._watched.items() if one.verdict is LeaseVerdict.EXPIRED)
 
     def ready(self, catalog_digest: str) -> dict[ReceiverId, Member]:
-        """Live receivers that prewarmed for this catalog.
-
-        Raises:
-            RejectedError: a receiver refuses this model; the text is its own.
-        """
+        """Receivers that live for certain and prewarmed for this catalog."""
+        self._look()
+        self._refusals = {}
         ready = {}
-        for receiver, member in self.alive().items():
-            shown = member.membership
+        for receiver, one in self._watched.items():
+            shown = one.member.membership
+            if one.verdict is LeaseVerdict.EXPIRED:
+                continue
             if shown.refusal:
-                raise RejectedError(f"receiver {receiver} ({shown.engine}) refuses this model: {shown.refusal}")
-            if shown.summary_digest and shown.catalog_digest == catalog_digest:
-                ready[receiver] = member
+                self._refusals[receiver] = f"receiver {receiver} ({shown.engine}) refuses this model: {shown.refusal}"
+            elif self._is_ready(one, catalog_digest):
+                ready[receiver] = one.member
         return ready
 
-    def wait_ready(self, catalog_digest: str, count: int, deadline: Deadline) -> dict[ReceiverId, Member]:
-        """Wait until at least ``count`` receivers are ready.
+    def wait_ready(
+        self, catalog_digest: str, count: int, deadline: Deadline, *, waiting: Callable[[str], None] = lambda _: None
+    ) -> dict[ReceiverId, Member]:
+        """Wait until at least ``count`` receivers are ready, and none is there of which it is not known whether it lives.
+
+        Args:
+            catalog_digest: of the catalog that they must have prewarmed for.
+            count: how many are enough.
+            deadline: until when.
+            waiting: told, in words, what is waited for.
 
         Raises:
             DeadlineError: they did not come; the text says who is there and what to start.
-            RejectedError: as in ``ready``.
+            RejectedError: too few are ready because some refuse this model; the text is their own.
         """
-        while len(ready := self.ready(catalog_digest)) < count:
+        while True:
+            ready = self.ready(catalog_digest)
+            undecided = self._undecided(catalog_digest)
+            if len(ready) >= count and not undecided:
+                for text in self._refusals.values():
+                    _LOG.warning("%s; it takes no part", text)
+                return ready
+            if self._refusals and len(ready) < count:
+                raise RejectedError("; ".join(self._refusals[receiver] for receiver in sorted(self._refusals)))
             if deadline.expired:
-                joining = sorted(set(self.alive()) - set(ready))
-                raise DeadlineError(
-                    f"{len(ready)} of {count} receivers joined {self._store.url} within {deadline.timeout_s:.0f} s"
-                    f" (ready: {', '.join(sorted(ready)) or 'none'}; still preparing: {', '.join(joining) or 'none'}); start"
-                    " Receiver.attach(..., run=...) in each rollout process with the same run, or set min_receivers"
-                )
+                self._refuse(ready, count, deadline)
+            waiting(f"receivers to join: {len(ready)} of {count} are ready")
             self._clock.sleep(_LOOK_S)
-        return ready
+
+    def _refuse(self, ready: dict[ReceiverId, Member], count: int, deadline: Deadline) -> None:
+        joining = sorted(set(self.alive(max_age_s=_LOOK_S)) - set(ready))
+        raise DeadlineError(
+            f"{len(ready)} of {count} receivers joined {self._store.url} within {deadline.timeout_s:.0f} s"
+            f" (ready: {', '.join(sorted(ready)) or 'none'}; still preparing: {', '.join(joining) or 'none'}); start"
+            " Receiver.attach(..., run=...) in each rollout process with the same run, or set min_receivers"
+        )
+
+    def _is_ready(self, one: _Watched, catalog_digest: str) -> bool:
+        shown = one.member.membership
+        lives = one.verdict is LeaseVerdict.ALIVE or one.is_fresh
+        return lives and bool(shown.summary_digest) and shown.catalog_digest == catalog_digest
+
+    def _undecided(self, catalog_digest: str) -> bool:
+        """Whether a prewarmed receiver is there of which nobody knows yet whether it lives; soon its lease tells."""
+        return any(
+            one.verdict is LeaseVerdict.UNDECIDED
+            and not one.is_fresh
+            and bool(one.member.membership.summary_digest)
+            and one.member.membership.catalog_digest == catalog_digest
+            for one in self._watched.values()
+        )
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        is_first = self._looked_s is None
+        asked_s = self._clock.monotonic_s()
+        readings = read_beacons(self._store)
+        now_s = self._clock.monotonic_s()
+        watched: dict[ReceiverId, _Watched] = {}
+        for reading in readings:
+            name = ReceiverId(reading.name)
+            try:
+                member = Member(name, decode_message(reading.info, Membership, sender=f"beacon of receiver {name}"))
+            except TransportError as error:
+                _LOG.warning("%s; it takes no part", error)
+                continue
+            one = self._watched.get(name) or _Watched(LeaseWatch(self._lease), not is_first, member)
+            one.member = member
+            one.verdict = one.watch.observe(_beat(reading), asked_s=asked_s, now_s=now_s)
+            watched[name] = one
+        self._watched = watched
+        self._looked_s = now_s
 
     def summary(self, member: Member) -> EngineSummary:
         """What the receiver's prewarm found."""
@@ -88,3 +162,7 @@ class Members:
             data = self._store.get(keys.plan(digest), max_nbytes=_MAX_SUMMARY_NBYTES)
             self._summaries[digest] = decode_message(data, EngineSummary, sender=f"receiver {member.receiver}")
         return self._summaries[digest]
+
+
+def _beat(reading: BeaconReading) -> str:
+    return f"{reading.nonce}/{reading.counter}"

@@ -19,10 +19,11 @@ from deltarefit.errors import (
     RejectedError,
     TransportError,
 )
+from deltarefit.protocol import CommitRecord
 from deltarefit.runtime.events import StageEvent
-from deltarefit.transport import OwnerEnd
 
 __all__ = [
+    "Broken",
     "Call",
     "CallBody",
     "Completed",
@@ -33,6 +34,7 @@ __all__ = [
     "Flush",
     "Membership",
     "OpenApply",
+    "OwnerMarker",
     "Prepare",
     "ReopenGate",
     "Reply",
@@ -86,12 +88,19 @@ class Survey(_Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Prepare(_Message, frozen=True, forbid_unknown_fields=True):
-    """Bind the engine to an attempt."""
+    """Bind the engine to an attempt (``protocol.PrepareAttempt``)."""
 
     attempt: str
+    revision: int
+    """Of the control record that binds the attempt: tells older prepares from newer ones, whoever sends them."""
     base_version: int
     target_version: int
+    baseline: str
+    """The candidate baseline that the record will name if the attempt is committed."""
+    candidate: str
     mode: str
+    restores: bool
+    """Whatever this receiver was not proved to hold at the base version is sent whole, so its weights need not be trusted."""
     plan_digest: str
     num_owners: int
 
@@ -102,12 +111,20 @@ class OpenApply(_Message, frozen=True, forbid_unknown_fields=True):
     attempt: str
 
 
+class OwnerMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one owner sent in all (``protocol.EndMarker``)."""
+
+    owner: int
+    count: int
+    digest: str
+
+
 class Flush(_Message, frozen=True, forbid_unknown_fields=True):
     """Everything was sent: finish applying all of it, and answer when the device is in step."""
 
     attempt: str
-    ended: tuple[OwnerEnd, ...]
-    """One per owner: how many payloads it sent and a digest over theirs. The durable manifest must agree."""
+    ended: tuple[OwnerMarker, ...]
+    """One per owner. The durable manifest must agree."""
     audit: bool
     """Answer with digests computed from the resident bits."""
 
@@ -119,17 +136,17 @@ class Stop(_Message, frozen=True, forbid_unknown_fields=True):
 
 
 class DropCaches(_Message, frozen=True, forbid_unknown_fields=True):
-    """Forget what was computed from older weights, and label the engine with the committed version."""
+    """The attempt is committed: forget what was computed from older weights, and label the engine with the new version."""
 
     attempt: str
-    policy_version: int
+    record: CommitRecord
 
 
 class ReopenGate(_Message, frozen=True, forbid_unknown_fields=True):
     """The transition is over: serve again."""
 
     attempt: str
-    policy_version: int
+    record: CommitRecord
 
 
 # --- what receivers answer ----------------------------------------------------------------------------------------
@@ -152,8 +169,15 @@ class Done(_Message, frozen=True, forbid_unknown_fields=True):
     """Done, and nothing to tell."""
 
 
+class Broken(_Message, frozen=True, forbid_unknown_fields=True):
+    """Sent unasked, under no call's name: the attempt failed here, so nobody need wait for its end to learn it."""
+
+    attempt: str
+    failure: Failure
+
+
 CallBody = Survey | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
-ReplyBody = Surveyed | Completed | Done | Failure
+ReplyBody = Surveyed | Completed | Done | Failure | Broken
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,6 +187,8 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fresh for every call: ``<coordinator nonce>-<number>``."""
     epoch: int
     """Of the coordinator; receivers ignore one that was replaced."""
+    incarnation: str
+    """Of the receiver that is meant: one that restarted, or registered anew, is another one and ignores it."""
     body: CallBody
 
 
@@ -171,7 +197,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     incarnation: str
-    """Of the receiver's process that answers."""
+    """Of the receiver that answers."""
     body: ReplyBody
 
 
@@ -190,7 +216,7 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a receiver shows beside its heartbeat."""
 
     incarnation: str
-    """Fresh for every start of the process: a restarted receiver is a new one."""
+    """Fresh for every start of the process, and after every lease that ran out: a restarted receiver is a new one."""
     engine: str
     catalog_digest: str
     summary_digest: str
@@ -199,6 +225,10 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The version that it holds by a commit of this run; None if it never took part in one."""
     refusal: str = ""
     """Why it cannot take part, if prewarm refused."""
+    activity: str = ""
+    """What it is doing, for people."""
+    is_serving: bool = True
+    """Whether its request gate is open, as far as it knows."""
 
 
 class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -208,6 +238,11 @@ class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     catalog_digest: str
     policy_version: int
     lease_s: float
+    """Of receivers too: a receiver's own may be shorter, never longer."""
+    activity: str = ""
+    """What the coordinator is doing or waiting for, for people; empty between refits."""
+    activity_s: float = 0.0
+    """For how long already."""
 
 
 def encode_message(message: msgspec.Struct) -> bytes:

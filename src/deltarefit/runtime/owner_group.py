@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deltarefit.errors import AttemptFailedError, TransportError
+from deltarefit.errors import OperatorRequiredError, TransportError
 from deltarefit.runtime.owner_worker import (
     Build,
     Command,
@@ -17,13 +17,18 @@ from deltarefit.runtime.owner_worker import (
 )
 from deltarefit.source import Collective
 
-__all__ = ["OwnerGroup"]
+__all__ = ["OwnerGroup", "OwnersLostError"]
+
+
+class OwnersLostError(OperatorRequiredError):
+    """The training ranks cannot talk to each other any more: one of them died or hangs. The training job must be restarted."""
 
 
 class OwnerGroup:
     """Rank 0 commands; the other ranks follow until the transition ends. Every rank must enter each refit together."""
 
     def __init__(self, worker: OwnerWorker, collective: Collective) -> None:
+        self.is_lost = False
         self._worker = worker
         self._collective = collective
 
@@ -31,10 +36,14 @@ class OwnerGroup:
         """Have every rank do it, this one included; replies by rank. Rank 0 only.
 
         Raises:
-            TransportError: the training job's group is broken.
+            OwnersLostError: the training job's group is broken.
         """
-        self._collective.broadcast(msgspec.msgpack.encode(command))
-        return self._gather(self._worker.execute(command))
+        try:
+            self._collective.broadcast(msgspec.msgpack.encode(command))
+            return self._gather(self._worker.execute(command))
+        except TransportError as error:
+            self.is_lost = True
+            raise lost(error) from error
 
     def demand(self, command: Command) -> list[OwnerReply]:
         """``command``, but raise the first failure.
@@ -49,12 +58,20 @@ class OwnerGroup:
         return replies
 
     def follow(self) -> End:
-        """Do what rank 0 says until it says that the transition ended. All ranks but 0."""
-        while True:
-            command = self._decode(self._collective.broadcast(None))
-            self._gather(self._worker.execute(command))
-            if isinstance(command, End):
-                return command
+        """Do what rank 0 says until it says that the transition ended. All ranks but 0.
+
+        Raises:
+            OwnersLostError: the training job's group is broken.
+        """
+        try:
+            while True:
+                command = self._decode(self._collective.broadcast(None))
+                self._gather(self._worker.execute(command))
+                if isinstance(command, End):
+                    return command
+        except TransportError as error:
+            self.is_lost = True
+            raise lost(error) from error
 
     def end(self, end: End) -> None:
         """Let the other ranks go. Rank 0 only."""
@@ -63,7 +80,7 @@ class OwnerGroup:
     def _gather(self, reply: OwnerReply) -> list[OwnerReply]:
         replies = [self._reply(data) for data in self._collective.all_gather(msgspec.msgpack.encode(reply))]
         if len(replies) != self._collective.world_size:
-            raise AttemptFailedError(f"{len(replies)} owners answered, expected {self._collective.world_size}")
+            raise TransportError(f"{len(replies)} owners answered, expected {self._collective.world_size}")
         return replies
 
     @staticmethod
@@ -79,3 +96,11 @@ class OwnerGroup:
             return msgspec.msgpack.decode(data, type=OwnerReply)
         except msgspec.DecodeError as error:
             raise TransportError(f"reply of an owner: {error}") from error
+
+
+def lost(error: TransportError) -> OwnersLostError:
+    return OwnersLostError(
+        f"the training ranks lost each other during a refit ({error}); a rank has died or hangs. Restart the training job with "
+        "the same run: it ends what was left open, and its next refit() sends every element if its weights are not the "
+        "committed ones. Until then receivers keep serving the committed version, or keep their request gates closed"
+    )

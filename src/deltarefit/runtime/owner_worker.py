@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,18 +13,21 @@ import msgspec
 
 from deltarefit import payload
 from deltarefit.canonical import TensorDigest
-from deltarefit.errors import RejectedError
-from deltarefit.ids import AttemptId, OwnerId, PayloadId, PolicyVersion
+from deltarefit.errors import AttemptFailedError, RejectedError
+from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PayloadId
 from deltarefit.plan import RefitPlan
-from deltarefit.records import Bucket, EncodingMode
+from deltarefit.protocol import BindOwner, CommitRecord, OwnerMachine
+from deltarefit.records import Bucket
+from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.runtime.events import EventLog, StageEvent
-from deltarefit.runtime.messages import Failure
+from deltarefit.runtime.messages import Failure, OwnerMarker
 from deltarefit.source import Owner
-from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore
+from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore, keys
 
-__all__ = ["Build", "CommitBaseline", "End", "OwnerReply", "OwnerWorker", "ReleaseAttempt", "StopSending"]
+__all__ = ["Build", "Command", "CommitBaseline", "End", "OwnerReply", "OwnerWorker", "ReleaseAttempt", "StopSending"]
 
 _IN_FLIGHT = 4  # encoded payloads waiting for the transport, per owner; bounds memory to so many buckets
+_HALT_S = 0.5  # how often an owner that builds looks whether it should stop
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -34,9 +38,11 @@ class Build(_Command, frozen=True, forbid_unknown_fields=True):
     """Compare, encode and send everything this rank owns, under one attempt."""
 
     attempt: str
+    revision: int
+    base: CommitRecord
+    target: CommitRecord
+    candidate: str
     mode: str
-    base_version: int
-    target_version: int
     plan: bytes
     starts_transition: bool
     """The candidate may differ from what an earlier build saw; otherwise it must be the same."""
@@ -55,10 +61,10 @@ class ReleaseAttempt(_Command, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitBaseline(_Command, frozen=True, forbid_unknown_fields=True):
-    """The record says so: the candidate is the baseline now. May be repeated."""
+    """The record says so: make the baseline what it names. May be repeated; nothing happens where it is that already."""
 
     attempt: str
-    target_version: int
+    record: CommitRecord
 
 
 class End(_Command, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +82,10 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     owner: int
     failure: Failure | None = None
-    entries: tuple[PayloadEntry, ...] = ()
+    marker: OwnerMarker | None = None
+    """Of a build that came to its end."""
+    payloads: int = 0
+    payload_nbytes: int = 0
     changed_elements: int = 0
     digests: dict[str, str] = {}
     """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
@@ -86,8 +95,8 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     attempt: AttemptId
-    base_version: PolicyVersion
-    target_version: PolicyVersion
+    base: CommitRecord
+    target: CommitRecord
     plan: RefitPlan
     mode: EncodingMode
 
@@ -95,16 +104,25 @@ class _Attempt:
 class OwnerWorker:
     """Executes commands; never raises: what went wrong travels in the reply, so that no other rank waits for ever."""
 
-    def __init__(self, owner: Owner, sender: PayloadSender, store: RunStore, events: EventLog, *, key: bytes | None) -> None:
+    def __init__(
+        self, owner: Owner, sender: PayloadSender, store: RunStore, events: EventLog, *, clock: Clock, key: bytes | None
+    ) -> None:
         self._owner = owner
+        self._machine = OwnerMachine(owner.owner, None)
+        self._lock = threading.Lock()  # around the machine: payloads are sent from a thread of their own
         self._sender = sender
         self._store = store
         self._events = events
+        self._clock = clock
         self._key = key
 
     @property
     def owner(self) -> OwnerId:
         return self._owner.owner
+
+    def take_baseline(self, baseline: BaselineId) -> None:
+        """The baseline that was just copied goes by this name in the record."""
+        self._machine.reinitialised(baseline)
 
     def execute(self, command: Command) -> OwnerReply:
         """Do it and say what came of it."""
@@ -119,13 +137,13 @@ class OwnerWorker:
             case Build():
                 return self._build(command)
             case StopSending(attempt=attempt):
+                with self._lock:
+                    self._machine.mark_obsolete(AttemptId(attempt))
                 self._sender.stop_and_wait(AttemptId(attempt))
             case ReleaseAttempt(attempt=attempt):
                 self._sender.cleanup(AttemptId(attempt))
-            case CommitBaseline(attempt=attempt):
-                with self._events.stage("baseline", attempt):
-                    self._owner.commit()
-                return OwnerReply(int(self.owner), digests=_hex(self._owner.digests()))
+            case CommitBaseline():
+                return self._commit(command)
             case End():
                 pass
         return OwnerReply(int(self.owner))
@@ -133,16 +151,20 @@ class OwnerWorker:
     def committed_digests(self) -> dict[str, str]:
         return _hex(self._owner.digests())
 
+    def _commit(self, command: CommitBaseline) -> OwnerReply:
+        if self._machine.must_update(command.record):
+            with self._events.stage("baseline", command.attempt):
+                self._owner.commit()
+        self._machine.updated(command.record)
+        return OwnerReply(int(self.owner), digests=self.committed_digests())
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
     def _build(self, command: Build) -> OwnerReply:
-        attempt = _Attempt(
-            AttemptId(command.attempt),
-            PolicyVersion(command.base_version),
-            PolicyVersion(command.target_version),
-            RefitPlan.from_wire(command.plan),
-            EncodingMode(command.mode),
-        )
         if command.starts_transition:
+            self._machine.abandoned()
             self._owner.forget_candidate()
+        attempt = self._bind(command)
         manifest = ManifestWriter(self._store, attempt.attempt, self.owner)
         entries: list[PayloadEntry] = []
         with _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline:
@@ -150,22 +172,48 @@ class OwnerWorker:
                 entries.extend(pipeline.submit(job))
             entries.extend(pipeline.finish())
         manifest.end()
+        marker = self._machine.end(attempt.attempt)
         return OwnerReply(
             int(self.owner),
-            entries=tuple(entries),
+            marker=OwnerMarker(int(marker.owner), marker.count, marker.digest),
+            payloads=len(entries),
+            payload_nbytes=sum(entry.nbytes for entry in entries),
             changed_elements=self._owner.changed_elements,
             digests=_hex(self._owner.candidate_digests()),
         )
 
+    def _bind(self, command: Build) -> _Attempt:
+        attempt = AttemptId(command.attempt)
+        self._machine.prepare(
+            BindOwner(
+                attempt=attempt,
+                revision=command.revision,
+                base=command.base,
+                target=command.target,
+                candidate=command.candidate,
+            )
+        )
+        plan = RefitPlan.from_wire(command.plan)
+        return _Attempt(attempt, command.base, command.target, plan, EncodingMode(command.mode))
+
     def _scan(self, attempt: _Attempt) -> Iterable[Bucket]:
-        """The owner's buckets, with the time spent making each one recorded as one scan."""
+        """The owner's buckets, with the time spent making each one recorded as one scan.
+
+        Raises:
+            AttemptFailedError: the coordinator has given the attempt up.
+        """
         buckets = iter(self._owner.build(attempt.plan, attempt.mode))
+        pace = Pace(self._clock, first_s=_HALT_S, most_s=_HALT_S)
         while True:
             with self._events.stage("scan", attempt.attempt):
                 bucket = next(buckets, None)
             if bucket is None:
                 return
             yield bucket
+            if pace.is_due and self._store.head(keys.halt(attempt.attempt)) is not None:
+                raise AttemptFailedError(
+                    f"{attempt.attempt}: given up by the coordinator; owner {self.owner} builds no further"
+                )
 
     def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter, sequence: int, bucket: Bucket) -> PayloadEntry:
         name = PayloadId(attempt.attempt, sequence, self.owner)
@@ -175,14 +223,17 @@ class OwnerWorker:
                 attempt=attempt.attempt,
                 owner=self.owner,
                 sequence=sequence,
-                base_version=attempt.base_version,
-                target_version=attempt.target_version,
+                base_version=attempt.base.policy_version,
+                target_version=attempt.target.policy_version,
                 plan_digest=attempt.plan.digest,
                 key=self._key,
             )
+        entry = PayloadEntry.of(name, data)
+        with self._lock:
+            if self._machine.sent(attempt.attempt, entry.digest) != sequence:
+                raise AttemptFailedError(f"{name}: sent out of order by owner {self.owner}")
         with self._events.stage("send", attempt.attempt, nbytes=len(data), payload=str(name)):
             self._sender.send(name, data)
-            entry = PayloadEntry.of(name, data)
             manifest.add(entry)
         return entry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -18,21 +19,16 @@ from deltarefit.errors import (
     RefitError,
     RejectedError,
 )
-from deltarefit.protocol import (
-    TransitionMachine,
-    TransitionOutcome,
-    TransitionSettings,
-    UnfinishedAttempt,
-    commands,
-    events,
-)
+from deltarefit.protocol import CommitRecord, ControlState, TransitionOutcome, UnfinishedAttempt, commands, events
 from deltarefit.runtime.adapters import source_integration
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
-from deltarefit.runtime.coordinator import Coordinator, Outcome, Session
+from deltarefit.runtime.coordinator import Coordinator
+from deltarefit.runtime.driving import drive
 from deltarefit.runtime.events import EventLog, StageEvent
-from deltarefit.runtime.messages import Failure
+from deltarefit.runtime.messages import Failure, decode_message, encode_message
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
+from deltarefit.runtime.refit_state import Outcome, Session
 from deltarefit.runtime.report import RefitReport, stage_seconds
 from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
@@ -40,6 +36,8 @@ from deltarefit.source import Collective, SourceAdapter, SourceSettings, open_so
 from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, open_run
 
 __all__ = ["Publisher"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -90,13 +88,16 @@ class Publisher:
         self._source = open_source(adapter, collective, _source_settings(self.settings))
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
         log = EventLog(self._clock, f"owner {collective.rank}")
-        worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, key=key)
+        worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, clock=self._clock, key=key)
         self._owners = OwnerGroup(worker, collective)
         self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
         self._session: Session | None = None
         self._is_closed = False
         together(collective, f"taking run {run}", self._take_run)
+        record = self._share_record()
+        worker.take_baseline(record.baseline)
+        self._policy_version: int = record.policy_version
 
     @property
     def policy_version(self) -> int:
@@ -125,9 +126,10 @@ class Publisher:
 
     def close(self) -> None:
         """Give the run back. Receivers keep serving the committed version."""
-        if not self._is_closed and self._hold is not None:
-            self._hold.release()
+        hold, self._hold, self._session = self._hold, None, None
         self._is_closed = True
+        if hold is not None:
+            hold.release()
 
     def __enter__(self) -> Self:
         return self
@@ -150,39 +152,59 @@ class Publisher:
         return [msgspec.msgpack.decode(part, type=OwnerReply) for part in parts]
 
     def _take_run(self) -> None:
-        self._policy_version = 0
+        """Rank 0 holds the run from here on; what a former coordinator left is ended first."""
         if self._collective.rank != 0:
             return
         digests = sum_digests(self._initial)
         hold = RunHold(self._store, self._source.catalog, digests, settings=self.settings, clock=self._clock, ids=self._ids)
-        self._hold = hold
         try:
-            self._session = hold.session(
-                self._owners, self._collective.world_size, digests, EventLog(self._clock, "coordinator")
-            )
+            session = hold.session(self._owners, self._collective.world_size, digests, EventLog(self._clock, "coordinator"))
             if not hold.is_new:
-                self._recover(hold, self._session)
+                self._end_unfinished(session, hold.state, alone=True)
+                session.begin(hold.take_over_baseline())
+                hold.announce(hold.state)
+            hold.activity.end()
+            hold.sweep()
         except BaseException:
             hold.release()
             raise
-        self._policy_version = hold.state.record.policy_version
+        self._hold, self._session = hold, session
 
-    def _recover(self, hold: RunHold, session: Session) -> None:
-        """End what a former coordinator left unfinished, then bind the committed version to this trainer's baseline."""
-        attempt = hold.state.attempt
-        if attempt is not None:
-            machine = TransitionMachine(TransitionSettings(max_failures=self.settings.max_attempts))
-            unfinished = UnfinishedAttempt(attempt.attempt, attempt.target)
-            finish = self._drive(
-                machine,
-                Coordinator(session, alone=True),
-                events.Started(base=attempt.base, unfinished=unfinished, recover_only=True),
-            )
-            if finish.outcome is not TransitionOutcome.RECOVERED:
-                raise CommitConflictError(f"recovery of {attempt.attempt} ended as {finish.outcome.value}: {finish.causes}")
-        state = hold.take_over_baseline()
-        session.policy_version = state.record.policy_version
-        hold.announce(state)
+    def _share_record(self) -> CommitRecord:
+        """Every rank learns which version is committed, and the name of its baseline."""
+        mine = None if self._hold is None else encode_message(self._hold.state.record)
+        return decode_message(self._collective.broadcast(mine), CommitRecord, sender="rank 0")
+
+    def _end_unfinished(self, session: Session, state: ControlState, *, alone: bool) -> None:
+        """End the attempt that the record still names: a former coordinator's, or one of ours that a person had to look at.
+
+        Raises:
+            OperatorRequiredError: it cannot be ended yet; the text says what is missing.
+        """
+        attempt = state.attempt
+        if attempt is None:
+            return
+        _LOG.warning("run %s: ending attempt %s, which was left open", self._store.url, attempt.attempt)
+        started = events.Started(
+            base=attempt.base, unfinished=UnfinishedAttempt(attempt.attempt, attempt.target), recover_only=True
+        )
+        coordinator = Coordinator(session, unfinished=attempt, alone=alone)
+        self._expect_recovered(self._drive(coordinator, started), attempt.attempt)
+
+    def _expect_recovered(self, finish: commands.Finish, attempt: str) -> None:
+        match finish.outcome:
+            case TransitionOutcome.RECOVERED:
+                return
+            case TransitionOutcome.ABORTED:
+                _LOG.warning("attempt %s was aborted by an operator: %s", attempt, "; ".join(finish.causes))
+            case _:
+                raise CommitConflictError(
+                    f"another coordinator owns {self._store.url}: ending {attempt}: {'; '.join(finish.causes)}; stop this "
+                    "trainer"
+                )
+
+    def _drive(self, coordinator: Coordinator, started: events.Started) -> commands.Finish:
+        return drive(coordinator, started, max_attempts=self.settings.max_attempts, run=self._store.url)
 
     # --- one refit on rank 0 ----------------------------------------------------------------------------------------
 
@@ -194,65 +216,52 @@ class Publisher:
         except RefitError as error:
             end = End(b"", Failure.of(error))
         finally:
-            self._owners.end(end)
+            if self._hold is not None:
+                self._hold.activity.end()
+            if not self._owners.is_lost:
+                self._owners.end(end)
         return end
 
     def _transition(self) -> RefitReport:
         hold, session = self._hold, self._session
         if hold is None or session is None:
             raise RejectedError("refit without a run; make a new Publisher")
-        if not hold.may_act:
-            raise CommitConflictError(
-                f"this coordinator showed no sign of life for {self.settings.lease_s:.0f} s, so another may have taken "
-                f"{self._store.url} over; stop this trainer and start it again"
-            )
+        hold.ensure_may_act()
+        state = self._record(session)
+        self._end_unfinished(session, state, alone=False)
         self._await_receivers(session)
-        state = session.control.read()
-        if state is None:
-            raise OperatorRequiredError(f"the control record of {self._store.url} is gone; restore it, or start a new run")
+        state = self._without_abort(session, self._record(session))
+        session.begin(state)
         coordinator = Coordinator(session)
-        machine = TransitionMachine(TransitionSettings(max_failures=self.settings.max_attempts))
         unfinished = state.transition is not None
         finish = self._drive(
-            machine,
             coordinator,
             events.Started(base=state.record, is_admitted=unfinished, is_dense=bool(state.repair) or unfinished),
         )
         self._raise_unless_committed(finish)
-        committed = session.control.read()
-        if committed is not None:
-            hold.announce(committed)
+        hold.announce(self._record(session))
+        hold.sweep(session.members.expired())
         return self._report(session, coordinator.outcome, finish)
 
+    def _without_abort(self, session: Session, state: ControlState) -> ControlState:
+        """An operator aborted an earlier refit while nobody was there to see it: that one is over, this one repairs."""
+        if not state.abort:
+            return state
+        return session.control.record_abort(session.epoch, f"a refit was aborted by an operator: {state.abort}")
+
+    def _record(self, session: Session) -> ControlState:
+        state = session.control.read()
+        if state is None:
+            raise OperatorRequiredError(f"the control record of {self._store.url} is gone; restore it, or start a new run")
+        return state
+
     def _await_receivers(self, session: Session) -> None:
-        if self.settings.min_receivers == 0:
-            return
-        deadline = Deadline(self._clock, self.settings.join_timeout_s)
+        count = self.settings.min_receivers
+        deadline = Deadline(self._clock, self.settings.join_timeout_s if count else self.settings.lease_s)
         try:
-            session.members.wait_ready(session.catalog.digest, self.settings.min_receivers, deadline)
+            session.members.wait_ready(session.catalog.digest, count, deadline, waiting=session.activity.begin)
         except DeadlineError as error:
             raise RejectedError(str(error)) from error
-
-    def _drive(self, machine: TransitionMachine, coordinator: Coordinator, started: events.Started) -> commands.Finish:
-        """Carry out the machine's commands until it ends.
-
-        Raises:
-            OperatorRequiredError: the machine asks for a person.
-        """
-        (command,) = machine.receive(started)
-        while True:
-            match command:
-                case commands.Finish():
-                    return command
-                case commands.AskOperator():
-                    causes = "\n  ".join(command.causes)
-                    gate = "request gates may be closed and stay so" if command.gate_closed else "request gates are open"
-                    raise OperatorRequiredError(
-                        f"the refit cannot go on by itself: {command.reason}\n  {causes}\n{gate}. Mend the cause, then call "
-                        f"refit() again: it sends every element. To see who is where: deltarefit status --run {self._store.url}"
-                    )
-                case _:
-                    (command,) = machine.receive(coordinator.execute(command))
 
     def _raise_unless_committed(self, finish: commands.Finish) -> None:
         causes = "; ".join(finish.causes)
@@ -263,7 +272,8 @@ class Publisher:
                 raise RejectedError(causes)
             case TransitionOutcome.ABORTED:
                 raise OperatorRequiredError(
-                    f"the refit was aborted: {causes}; policy version {finish.record.policy_version} stays"
+                    f"the refit was aborted: {causes}; policy version {finish.record.policy_version} stays committed. "
+                    "Receivers whose request gate was closed keep it closed until the next refit(), which sends every element"
                 )
             case _:
                 raise CommitConflictError(f"another coordinator owns {self._store.url}: {causes}; stop this trainer")

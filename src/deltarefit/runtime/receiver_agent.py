@@ -5,36 +5,37 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
-from deltarefit.canonical import Catalog
-from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError, RejectedError
-from deltarefit.ids import AttemptId, EncodingMode, PolicyVersion, ReceiverId, receiver_id
-from deltarefit.plan import RefitPlan
-from deltarefit.receiver import merge_digests
-from deltarefit.runtime import messages
+from deltarefit.canonical import Catalog, digest_of_digests
+from deltarefit.errors import DeadlineError, RefitError, RejectedError
+from deltarefit.ids import ReceiverId, receiver_id
+from deltarefit.protocol import ControlState
 from deltarefit.runtime.adapters import engine_integration
 from deltarefit.runtime.application import Application
-from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
+from deltarefit.runtime.clock import Clock, Deadline, IdSource, Pace, RandomIds, SystemClock
 from deltarefit.runtime.engine import EngineDriver, LocalEngine
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.gate import LocalGate, RequestGate
-from deltarefit.runtime.heartbeat import Heartbeat
-from deltarefit.runtime.messages import Call, Failure, Membership, Reply, RunNotice, decode_message, encode_message
+from deltarefit.runtime.messages import RunNotice, decode_message, encode_message
+from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.planning import summarise
-from deltarefit.runtime.session import COORDINATOR, lease_settings, mail_settings
+from deltarefit.runtime.presence import Presence
+from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
+from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.transport import Beacon, Mail, Mailbox, ObjectStoreSource, keys, open_run, read_beacon
+from deltarefit.transport import Mailbox, MailboxSettings, ObjectStoreSource, keys, open_run, read_beacon
 
 __all__ = ["Receiver"]
 
 _LOG = logging.getLogger(__name__)
-_MAX_PLAN_NBYTES = 128 * 2**20
+_IDLE_S = 0.002  # between two looks while an attempt is applied and nothing new has arrived
+_CLOSE_S = 60.0
+_PUMP_S = 0.25
+"""Longest stretch of applying payloads before calls are looked at again. A single payload is never interrupted."""
 
 
 class Receiver:
@@ -64,26 +65,37 @@ class Receiver:
         nonce = ids.nonce()
         self.name: ReceiverId = receiver_id(name or f"receiver-{nonce}")
         self._store = open_run(run, clock=self._clock)
-        self._source = ObjectStoreSource(self._store)
+        self._control = control_plane(self._store, self._clock, ids)
         self._mailbox = Mailbox(self._store, self.name, clock=self._clock, nonce=nonce, settings=mail_settings(self._store))
         self._log = EventLog(self._clock, f"receiver {self.name}")
-        self._membership = Membership(nonce, engine.name, "", "", None)
-        self._catalog: Catalog | None = None
-        self._epoch = 0
-        self._application: Application | None = None
-        self._completed: AttemptId | None = None
-        self._flush: tuple[Mail, Call] | None = None
         self._failure: RefitError | None = None
         self._stopping = threading.Event()
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         stale = self._mailbox.take(0.0)  # left by an earlier start of this receiver
         self._mailbox.acknowledge(*(mail.key for mail in stale))
-        self._heartbeat = Heartbeat(
-            Beacon(self._store, keys.member(self.name), nonce=nonce),
-            lease_settings(self.settings.lease_s),
-            self._clock,
-            encode_message(self._membership),
+        lease = lease_settings(self.settings.lease_s)
+        self._look_pace = Pace(self._clock, first_s=lease.renew_s, most_s=lease.renew_s)
+        self._presence = Presence(self._store, self.name, engine.name, nonce=nonce, lease=lease, clock=self._clock, ids=ids)
+        polling = MailboxSettings.for_store(self._store)
+        self._application = Application(
+            self.name,
+            engine=engine,
+            store=self._store,
+            source=ObjectStoreSource(self._store),
+            log=self._log,
+            clock=self._clock,
+            pace=Pace(self._clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s),
+            may_act=lambda: self._presence.may_act,
+        )
+        self._desk = ReceiverDesk(
+            self.name,
+            engine=engine,
+            application=self._application,
+            presence=self._presence,
+            mailbox=self._mailbox,
+            store=self._store,
+            log=self._log,
+            request_timeout_s=self.settings.request_timeout_s,
         )
 
     @classmethod
@@ -131,7 +143,7 @@ class Receiver:
     @property
     def policy_version(self) -> int:
         """The version that this engine holds by a commit of the run; 0 before the first."""
-        return self._membership.policy_version or 0
+        return self._presence.shown.policy_version or 0
 
     @property
     def failure(self) -> RefitError | None:
@@ -159,7 +171,7 @@ class Receiver:
             DeadlineError: no trainer opened the run in time.
         """
         deadline = Deadline(self._clock, timeout_s)
-        while not self._membership.summary_digest:
+        while not self._is_joined:
             if self._failure is not None:
                 raise self._failure
             if deadline.expired:
@@ -174,12 +186,18 @@ class Receiver:
         return self
 
     def close(self) -> None:
-        """Leave the run. The engine keeps its weights; a closed request gate stays closed."""
+        """Leave the run. The engine keeps its weights; a closed request gate stays closed.
+
+        Raises:
+            DeadlineError: the engine did not come back from a call; the receiver has left all the same.
+        """
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._heartbeat.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(_CLOSE_S)
+        self._presence.close()
+        if thread is not None and thread.is_alive():
+            raise DeadlineError(f"receiver {self.name}: its engine is still in a call after {_CLOSE_S:.0f} s")
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -197,20 +215,49 @@ class Receiver:
             except RefitError as error:
                 _LOG.warning("receiver %s: %s", self.name, error)
                 self._clock.sleep(self.settings.poll_s)
+            except Exception:
+                _LOG.exception("receiver %s: unexpected failure, goes on", self.name)
+                self._clock.sleep(self.settings.poll_s)
 
     def step(self, timeout_s: float) -> None:
         """Look for work once, and do it; waits at most ``timeout_s`` for some."""
-        if not self._membership.summary_digest and not self._join():
+        self._keep_lease()
+        if not self._is_joined and not self._join():
             self._clock.sleep(timeout_s)
             return
-        busy = self._application is not None and self._application.is_running
-        for mail in self._mailbox.take(0.0 if busy else timeout_s):
-            self._receive(mail)
-        if self._application is not None and self._application.is_running:
-            progressed = self._application.pump()
-            if not progressed and busy:
-                self._clock.sleep(0.002)
-        self._answer_flush()
+        is_busy = self._application.is_applying
+        mails = self._mailbox.take(0.0 if is_busy else timeout_s)
+        self._keep_lease()  # the wait may have been longer than it was meant to be
+        for mail in mails:
+            self._desk.receive(mail)
+        progressed = self._application.pump(_PUMP_S)
+        if is_busy and not mails and not progressed:
+            self._clock.sleep(_IDLE_S)
+        self._desk.report_failure()
+        self._desk.answer_flush()
+        if self._look_pace.is_due:
+            self._look_at_run()
+
+    @property
+    def _is_joined(self) -> bool:
+        return bool(self._presence.shown.summary_digest)
+
+    # --- standing in the run ----------------------------------------------------------------------------------------
+
+    def _keep_lease(self) -> None:
+        """After the lease ran out: shut the gate, and take part again as a new receiver (paper B.2; checklist D37).
+
+        Others may have gone on without this one. What it holds is looked at again: by itself (``_look_at_run``), or by the
+        coordinator at the next attempt.
+        """
+        if self._presence.may_act:
+            return
+        _LOG.warning("receiver %s: its lease ran out; its gate is shut until it holds the committed version", self.name)
+        self._application.shut()
+        self._desk.forget()
+        self._presence.note(is_serving=False, activity="its lease ran out")
+        self._presence.register_anew()
+        self._look_at_run()
 
     def _join(self) -> bool:
         """Prewarm for the run's catalog once its trainer is there; True once done."""
@@ -219,161 +266,70 @@ class Receiver:
         notice = self._notice()
         if notice is None:
             return False
-        data = self._store.get(keys.plan(notice.catalog_digest), max_nbytes=_MAX_PLAN_NBYTES)
-        catalog = Catalog.from_wire(data)
         try:
-            summary = summarise(self._engine.prewarm(catalog), catalog)
-        except RefitError as error:
+            self._check_lease(notice)
+            catalog = Catalog.from_wire(self._store.get(keys.plan(notice.catalog_digest), max_nbytes=MAX_PLAN_NBYTES))
+            summary = encode_message(summarise(self._engine.prewarm(catalog), catalog))
+        except RejectedError as error:
             self._failure = error
-            self._show(refusal=str(error))
-            _LOG.error("receiver %s cannot take this model: %s", self.name, error)
+            self._presence.show(refusal=str(error))
+            _LOG.error("receiver %s cannot take part: %s", self.name, error)
             return False
-        encoded = encode_message(summary)
-        digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
-        self._store.put_if_absent(keys.plan(digest), encoded)
-        self._catalog = catalog
-        self._epoch = notice.epoch
-        self._show(catalog_digest=catalog.digest, summary_digest=digest)
+        digest = hashlib.blake2b(summary, digest_size=16).hexdigest()
+        self._store.put_if_absent(keys.plan(digest), summary)
+        self._desk.catalog = catalog
+        self._desk.epoch = notice.epoch
+        self._find_place()
+        self._presence.show(catalog_digest=catalog.digest, summary_digest=digest)
         return True
+
+    def _check_lease(self, notice: RunNotice) -> None:
+        if self.settings.lease_s > notice.lease_s:
+            raise RejectedError(
+                f"receiver {self.name}: lease_s {self.settings.lease_s:g}, the trainer's is {notice.lease_s:g}; a receiver "
+                "must give itself up before others do: set lease_s to the trainer's"
+            )
+
+    def _find_place(self) -> None:
+        """An engine that joins a run which has moved on serves nothing until its weights are the committed ones."""
+        state = self._control.read()
+        if state is None or (state.record.policy_version == 0 and state.transition is None and not state.repair):
+            return
+        self._application.shut()
+        self._presence.note(is_serving=False, activity="waiting to be restored by the next refit")
+        if self._proves(state):
+            self._application.reception.restored(state.record.policy_version)
+            self._presence.note(policy_version=state.record.policy_version)
+            self._serve_again(state)
+
+    def _proves(self, state: ControlState) -> bool:
+        """Whether the resident bits are those of the committed policy, by its digest."""
+        shown = self._desk.digests()
+        whole = {name: digest for name, digest in shown.items() if digest is not None}
+        return len(whole) == len(shown) and digest_of_digests(whole) == state.record.policy_digest
+
+    def _look_at_run(self) -> None:
+        """Now and then: greet a new coordinator, notice that others went on, serve again where that is right."""
+        self._application.keep_shut()
+        notice = self._notice()
+        if notice is not None and notice.epoch > self._desk.epoch:
+            self._desk.epoch = notice.epoch
+            self._presence.show()  # so that it sees at once that this receiver lives
+        resident = self._application.reception.resident
+        if self._application.attempt is None and notice is not None and not resident.is_gate_closed:
+            if notice.policy_version > max(self.policy_version, 0) and self._is_joined:
+                _LOG.warning("receiver %s: policy version %d is committed without it", self.name, notice.policy_version)
+                self._application.shut()
+                self._presence.show(is_serving=False, activity="left behind; waiting for the next refit")
+        elif resident.is_gate_closed and self._is_joined and (state := self._control.read()) is not None:
+            self._serve_again(state)
+
+    def _serve_again(self, state: ControlState) -> None:
+        if self._presence.may_act and self._application.serve_again(state):
+            version = state.record.policy_version
+            _LOG.info("receiver %s: holds committed policy version %d and serves", self.name, version)
+            self._presence.note(policy_version=version, is_serving=True, activity="")
 
     def _notice(self) -> RunNotice | None:
         reading = read_beacon(self._store, keys.control(COORDINATOR))
         return None if reading is None else decode_message(reading.info, RunNotice, sender="beacon of the coordinator")
-
-    def _show(self, **changes: object) -> None:
-        self._membership = msgspec.structs.replace(self._membership, **changes)
-        self._heartbeat.show(encode_message(self._membership))
-
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    def _receive(self, mail: Mail) -> None:
-        call = decode_message(mail.data, Call, sender=mail.sender)
-        if call.epoch < self._epoch:
-            self._mailbox.acknowledge(mail.key)  # of a coordinator that was replaced (paper B.2)
-            return
-        self._epoch = call.epoch
-        if isinstance(call.body, messages.Flush):
-            self._flush = (mail, call)
-            return
-        self._reply(mail, call, self._outcome(call))
-
-    def _outcome(self, call: Call) -> messages.ReplyBody:
-        try:
-            return self._handle(call.body)
-        except RefitError as error:
-            return Failure.of(error)
-        except Exception as error:
-            _LOG.exception("receiver %s: %s failed", self.name, type(call.body).__name__)
-            return Failure.of(error)
-
-    def _reply(self, mail: Mail, call: Call, body: messages.ReplyBody) -> None:
-        self._mailbox.post(mail.sender, encode_message(Reply(call.name, self._membership.incarnation, body)))
-        self._mailbox.acknowledge(mail.key)
-
-    def _handle(self, body: messages.CallBody) -> messages.ReplyBody:
-        match body:
-            case messages.Survey():
-                return messages.Surveyed(self._digests())
-            case messages.Prepare():
-                self._prepare(body)
-            case messages.OpenApply(attempt=attempt):
-                self._bound(attempt).open(self.settings.request_timeout_s)
-            case messages.Stop(attempt=attempt):
-                self._stop(AttemptId(attempt))
-            case messages.DropCaches(attempt=attempt, policy_version=version):
-                self._engine.drop_caches()
-                if self._completed == attempt:
-                    self._show(policy_version=version)
-                    self._engine.publish(version)
-            case messages.ReopenGate():
-                self._reopen()
-            case _:
-                raise RejectedError(f"receiver {self.name}: unexpected call {type(body).__name__}")
-        return messages.Done()
-
-    def _digests(self) -> dict[str, str | None]:
-        """Per canonical tensor that this engine holds, the digest of its resident bits."""
-        if self._catalog is None:
-            raise RejectedError(f"receiver {self.name} has not prewarmed yet")
-        self._engine.synchronize()
-        merged: Mapping[str, Any] = merge_digests(self._engine.digests(), self._catalog)
-        return {name: None if digest is None else digest.hex() for name, digest in merged.items()}
-
-    def _prepare(self, body: messages.Prepare) -> None:
-        """Bind the engine to the attempt; an earlier one is over by that (paper B: a later prepare replaces it)."""
-        plan = RefitPlan.from_wire(self._store.get(keys.plan(body.plan_digest), max_nbytes=_MAX_PLAN_NBYTES))
-        if self._catalog is None or plan.catalog != self._catalog or plan.digest != body.plan_digest:
-            raise RejectedError(
-                f"receiver {self.name}: plan {body.plan_digest} is for another catalog than the one prewarmed; "
-                "restart the receiver"
-            )
-        if not self._heartbeat.may_act:
-            self._heartbeat.restore()  # nothing of an older attempt can be applied any more: the attempt at hand is this one
-        self._engine.prepare(plan)
-        self._flush = None
-        self._completed = None
-        self._application = Application(
-            AttemptId(body.attempt),
-            PolicyVersion(body.base_version),
-            PolicyVersion(body.target_version),
-            EncodingMode(body.mode),
-            plan,
-            engine=self._engine,
-            store=self._store,
-            source=self._source,
-            log=self._log,
-            may_act=lambda: self._heartbeat.may_act,
-        )
-
-    def _bound(self, attempt: str) -> Application:
-        if self._application is None or self._application.attempt != attempt:
-            raise AttemptFailedError(f"receiver {self.name}: {attempt} is not the attempt that it is bound to")
-        return self._application
-
-    def _stop(self, attempt: AttemptId) -> None:
-        """Calls are handled between payloads, so no write is under way; later ones are refused from here on."""
-        if self._application is not None and self._application.attempt == attempt:
-            self._application = None
-            self._flush = None
-            self._engine.synchronize()
-
-    def _reopen(self) -> None:
-        if not self._heartbeat.may_act:
-            raise AttemptFailedError(
-                f"receiver {self.name} showed no sign of life for {self.settings.lease_s:.0f} s; its gate stays closed until "
-                "it was refitted again"
-            )
-        self._application = None
-        self._engine.reopen_gate()
-
-    # --- flush ------------------------------------------------------------------------------------------------------
-
-    def _answer_flush(self) -> None:
-        """Answer a waiting flush once everything is applied, or failed."""
-        if self._flush is None:
-            return
-        mail, call = self._flush
-        body = call.body
-        if not isinstance(body, messages.Flush):
-            return
-        try:
-            application = self._bound(body.attempt)
-            if not application.is_complete(body.ended):
-                return
-            answer: messages.ReplyBody = self._complete(application, body)
-        except RefitError as error:
-            answer = Failure.of(error)
-        except Exception as error:
-            _LOG.exception("receiver %s: flush failed", self.name)
-            answer = Failure.of(error)
-        self._flush = None
-        self._reply(mail, call, answer)
-
-    def _complete(self, application: Application, body: messages.Flush) -> messages.Completed:
-        self._engine.synchronize()
-        digests = None
-        if body.audit:
-            with self._log.stage("verify", application.attempt):
-                digests = self._digests()
-        self._completed = application.attempt
-        return messages.Completed(application.written_elements, digests, self._engine.covered(), tuple(self._log.drain()))

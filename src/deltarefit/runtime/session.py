@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.control import (
@@ -15,27 +16,32 @@ from deltarefit.control import (
     SqliteRecordStore,
     probe_conditional_writes,
 )
-from deltarefit.errors import RejectedError
+from deltarefit.errors import CommitConflictError, RefitError, RejectedError
 from deltarefit.ids import PolicyVersion, baseline_id
 from deltarefit.protocol import CommitRecord, ControlState, LeaseSettings, LeaseVerdict, LeaseWatch
+from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.calls import Caller
 from deltarefit.runtime.clock import Clock, IdSource
-from deltarefit.runtime.coordinator import Session
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.heartbeat import Heartbeat
 from deltarefit.runtime.members import Members
 from deltarefit.runtime.messages import RunNotice, encode_message
+from deltarefit.runtime.names import COORDINATOR, coordinator_mailbox
 from deltarefit.runtime.owner_group import OwnerGroup
+from deltarefit.runtime.refit_state import Session
 from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.runtime.sweeping import sweep
 from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacon
 
-__all__ = ["COORDINATOR", "MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings", "record_store"]
+__all__ = ["MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings", "probe_record_store", "record_store"]
 
-COORDINATOR = "coordinator"
-"""Name of the coordinator's beacon, and the stem of its mailbox's name."""
+_LOG = logging.getLogger(__name__)
 MAIL_NBYTES = 64 * 2**20
 """Longest message: digests of 200,000 tensors with 60-byte names take about 20 MB."""
 _WATCH_S = 0.1
+_MEMORY: dict[str, MemoryRecordStore] = {}
+"""Of memory:// runs, by URL: all participants live in this process."""
+_MAX_ACTIVITY = 2000  # a beacon is a small object
 
 
 def lease_settings(lease_s: float) -> LeaseSettings:
@@ -43,22 +49,28 @@ def lease_settings(lease_s: float) -> LeaseSettings:
     return LeaseSettings(lease_s=lease_s, renew_s=lease_s / 5)
 
 
-def record_store(store: RunStore, ids: IdSource) -> RecordStore:
-    """Where the run's control record is: a SQLite file for ``file://``, else an object under conditional writes.
-
-    Raises:
-        RejectedError: the object store ignores conditions, so two coordinators could both win.
-    """
+def record_store(store: RunStore) -> RecordStore:
+    """Where the run's control record is: a SQLite file for ``file://``, else an object under conditional writes."""
     if store.directory is not None:
         return SqliteRecordStore(store.directory / "control" / "record.sqlite")
     if store.url.startswith("memory:"):
-        return MemoryRecordStore(store.url)
-    probe_conditional_writes(store.backend, keys.control(f"probe-{ids.nonce()}"))
+        return _MEMORY.setdefault(store.url, MemoryRecordStore(store.url))
     return ObjectRecordStore(store.backend, keys.control("record"), place=f"{store.url}/{keys.control('record')}")
 
 
 def control_plane(store: RunStore, clock: Clock, ids: IdSource) -> ControlPlane:
-    return ControlPlane(record_store(store, ids), new_nonce=ids.nonce, pause=clock.sleep)
+    """For anybody who reads the record, or fences it."""
+    return ControlPlane(record_store(store), new_nonce=ids.nonce, pause=clock.sleep)
+
+
+def probe_record_store(store: RunStore, ids: IdSource) -> None:
+    """Before a run is taken: see that two coordinators could not both win.
+
+    Raises:
+        RejectedError: the object store ignores conditions.
+    """
+    if store.directory is None and not store.url.startswith("memory:"):
+        probe_conditional_writes(store.backend, keys.control(f"probe-{ids.nonce()}"))
 
 
 class RunHold:
@@ -81,37 +93,42 @@ class RunHold:
         """
         self.store = store
         self.catalog = catalog
+        self.activity = Activity(clock)
         self._clock = clock
         self._ids = ids
         self._settings = settings
         self._lease = lease_settings(settings.lease_s)
         self.nonce = ids.nonce()
         self.holder = f"{platform.node() or 'host'}-{os.getpid()}-{self.nonce}"
+        probe_record_store(store, ids)
         self.control = control_plane(store, clock, ids)
         self._digest = digest_of_digests(digests)
         store.put_if_absent(keys.plan(catalog.digest), catalog.to_wire())
         record = CommitRecord(PolicyVersion(0), baseline_id(0, self.nonce), self._digest)
-        self._wait_out(self.control.create("run", catalog.digest, record))
-        self.state = self.control.acquire(self.holder, catalog.digest, expired_epoch=self._expired_epoch)
+        expired_epoch = self._wait_out(self.control.create("run", catalog.digest, record))
+        self.state = self.control.acquire(self.holder, catalog.digest, expired_epoch=expired_epoch)
         self.epoch = self.state.epoch
-        self._heartbeat = Heartbeat(
-            Beacon(store, keys.control(COORDINATOR), nonce=self.nonce), self._lease, clock, self._notice(self.state)
-        )
+        beacon = Beacon(store, keys.control(COORDINATOR), nonce=self.nonce)
+        try:
+            self._heartbeat = Heartbeat(beacon, self._lease, clock, self._notice)
+        except BaseException:
+            self.control.release(self.epoch, self.holder)
+            raise
 
     @property
     def is_new(self) -> bool:
         """Whether this hold is the first that the run ever had."""
         return self.epoch == 1
 
-    def _wait_out(self, state: ControlState) -> None:
-        """If somebody holds the run, watch whether they live; return once they surely do not.
+    def _wait_out(self, state: ControlState) -> int | None:
+        """If somebody holds the run, watch whether they live; the epoch that has expired, once it surely has.
 
         Raises:
-            RejectedError: they do.
+            RejectedError: they live.
         """
-        self._expired_epoch = state.epoch
         if not state.coordinator:
-            return
+            return None
+        _LOG.info("waiting up to %.0f s to see whether coordinator %s lives", self._lease.lease_s, state.coordinator)
         watch = LeaseWatch(self._lease)
         while True:
             asked_s = self._clock.monotonic_s()
@@ -124,16 +141,41 @@ class RunHold:
                     "trainer first, or name another run"
                 )
             if verdict is LeaseVerdict.EXPIRED:
-                return
+                return state.epoch
             self._clock.sleep(min(_WATCH_S, self._lease.renew_s))
 
-    def _notice(self, state: ControlState) -> bytes:
-        return encode_message(RunNotice(self.epoch, self.catalog.digest, state.record.policy_version, self._settings.lease_s))
+    def _notice(self) -> bytes:
+        activity, activity_s = self.activity.read()
+        return encode_message(
+            RunNotice(
+                self.epoch,
+                self.catalog.digest,
+                self.state.record.policy_version,
+                self._settings.lease_s,
+                activity[:_MAX_ACTIVITY],
+                activity_s,
+            )
+        )
 
-    @property
-    def may_act(self) -> bool:
-        """False once others may have concluded that this coordinator is dead."""
-        return self._heartbeat.may_act
+    def ensure_may_act(self) -> None:
+        """Return if this coordinator still has the run; ask before whatever others rely on.
+
+        A lease that ran out (the process was frozen, or the store out of reach) is taken up again if nobody took the run over
+        meanwhile. Whoever is about to take it over fences this coordinator in the record, whatever it does here.
+
+        Raises:
+            CommitConflictError: another coordinator has it.
+        """
+        if self._heartbeat.may_act:
+            return
+        state = self.control.read()
+        if state is None or state.epoch != self.epoch or state.coordinator != self.holder:
+            raise CommitConflictError(
+                f"this coordinator showed no sign of life for {self._settings.lease_s:.0f} s and another one took "
+                f"{self.store.url} over; stop this trainer"
+            )
+        self._heartbeat.restore()
+        _LOG.warning("this coordinator's lease on %s ran out; nobody took the run over, so it goes on", self.store.url)
 
     def take_over_baseline(self) -> ControlState:
         """Bind the committed version to the baseline that these owners just made (checklist D36)."""
@@ -144,17 +186,29 @@ class RunHold:
     def announce(self, state: ControlState) -> None:
         """Show the committed version beside the heartbeat."""
         self.state = state
-        self._heartbeat.show(self._notice(state))
+        try:
+            self._heartbeat.show()
+        except RefitError as error:
+            _LOG.warning("version %d is committed, but not announced yet: %s", state.record.policy_version, error)
 
     def session(self, owners: OwnerGroup, num_owners: int, digests: Mapping[str, TensorDigest], log: EventLog) -> Session:
         """What a coordinator works with while this hold lasts."""
-        members = Members(self.store, self._clock, self._settings.lease_s)
+        members = Members(self.store, self._clock, self._lease)
         mailbox = Mailbox(
             self.store,
-            f"{COORDINATOR}-{self.epoch}",
+            coordinator_mailbox(self.epoch),
             clock=self._clock,
             nonce=self.nonce,
             settings=mail_settings(self.store),
+        )
+        caller = Caller(
+            mailbox,
+            members,
+            self._clock,
+            nonce=self.nonce,
+            epoch=self.epoch,
+            life_s=self._lease.renew_s / 2,
+            activity=self.activity,
         )
         return Session(
             store=self.store,
@@ -164,19 +218,27 @@ class RunHold:
             catalog=self.catalog,
             owners=owners,
             num_owners=num_owners,
-            caller=Caller(mailbox, members, self._clock, nonce=self.nonce, epoch=self.epoch),
+            caller=caller,
             members=members,
             clock=self._clock,
             ids=self._ids,
             settings=self._settings,
             log=log,
+            activity=self.activity,
+            ensure_may_act=self.ensure_may_act,
             policy_version=self.state.record.policy_version,
             committed=dict(digests),
         )
 
+    def sweep(self, expired: Collection[str] = ()) -> None:
+        """Remove what the dead left behind. Only while no attempt is bound."""
+        sweep(self.store, epoch=self.epoch, expired=expired)
+
     def release(self) -> None:
         """Give the run back. The next coordinator need not wait for the lease."""
-        self._heartbeat.close()
+        state = self.control.read()
+        is_mine = state is not None and (state.epoch, state.coordinator) == (self.epoch, self.holder)
+        self._heartbeat.close(say_goodbye=is_mine)
         self.control.release(self.epoch, self.holder)
 
 

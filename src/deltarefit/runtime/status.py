@@ -7,11 +7,14 @@ import msgspec
 from deltarefit.errors import RejectedError
 from deltarefit.protocol import ControlState
 from deltarefit.runtime.clock import Clock, IdSource
-from deltarefit.runtime.messages import Membership, decode_message
-from deltarefit.runtime.session import COORDINATOR, control_plane
+from deltarefit.runtime.messages import Membership, RunNotice, decode_message
+from deltarefit.runtime.names import COORDINATOR
+from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.transport import BeaconReading, RunStore, keys, open_run, read_beacon, read_beacons
 
 __all__ = ["MemberStatus", "RunStatus", "read_status"]
+
+_LEASE_S = 10.0  # assumed where no coordinator says: the default
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +26,10 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Its beacon moved while it was watched."""
     is_ready: bool
     """It prewarmed for the run's model."""
+    is_serving: bool
+    """Its request gate is open, as far as it knows."""
+    activity: str
+    """What it is doing, in words; empty if it only serves."""
     policy_version: int | None
     refusal: str
 
@@ -40,6 +47,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     """The attempt that is bound to the record; empty between refits."""
     attempt_mode: str
+    num_attempts: int
+    """Attempts of the refit under way; 0 between refits."""
+    activity: str
+    """What the coordinator is doing or waiting for; empty between refits, or if it shows no sign of life."""
+    activity_s: float
+    """For how long already."""
     required: tuple[str, ...]
     repair: str
     """Why the next refit must send every element; empty if it need not."""
@@ -47,8 +60,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     receivers: tuple[MemberStatus, ...]
 
 
-def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float) -> RunStatus:
-    """Look at a run twice, ``watch_s`` apart, so that it shows who is alive.
+def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float | None = None) -> RunStatus:
+    """Look at a run twice, ``watch_s`` apart, so that it shows who is alive; by default long enough for two signs of life.
 
     Raises:
         RejectedError: there is no such run.
@@ -59,32 +72,37 @@ def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float) -> Run
     state = control_plane(store, clock, ids).read()
     if state is None:
         raise RejectedError(f"no run at {run}: the control record is empty; start the trainer first")
-    before = _counters([*read_beacons(store), *_coordinator(store)])
+    first = _coordinator(store)
+    before = _counters([*read_beacons(store), *([first[0]] if first is not None else [])])
+    if watch_s is None:
+        watch_s = 2.5 * lease_settings(first[1].lease_s if first is not None else _LEASE_S).renew_s
     clock.sleep(watch_s)
-    return _status(
-        run,
-        state,
-        is_alive=any(_moved(reading, before) for reading in _coordinator(store)),
-        receivers=tuple(_member(reading, state, before) for reading in read_beacons(store)),
-    )
+    last = _coordinator(store)
+    is_alive = last is not None and _moved(last[0], before)
+    notice = last[1] if last is not None and is_alive else None
+    receivers = tuple(_member(reading, state, before) for reading in read_beacons(store))
+    return _status(run, state, notice, receivers)
 
 
-def _coordinator(store: RunStore) -> list[BeaconReading]:
+def _coordinator(store: RunStore) -> tuple[BeaconReading, RunNotice] | None:
     reading = read_beacon(store, keys.control(COORDINATOR))
-    return [] if reading is None else [reading]
+    return None if reading is None else (reading, decode_message(reading.info, RunNotice, sender="beacon of the coordinator"))
 
 
-def _status(run: str, state: ControlState, *, is_alive: bool, receivers: tuple[MemberStatus, ...]) -> RunStatus:
-    attempt = state.attempt
+def _status(run: str, state: ControlState, notice: RunNotice | None, receivers: tuple[MemberStatus, ...]) -> RunStatus:
+    attempt, transition = state.attempt, state.transition
     return RunStatus(
         run=run,
         policy_version=state.record.policy_version,
         policy_digest=state.record.policy_digest,
         coordinator=state.coordinator,
-        coordinator_is_alive=is_alive,
+        coordinator_is_alive=notice is not None,
         epoch=state.epoch,
         attempt=attempt.attempt if attempt is not None else "",
         attempt_mode=attempt.mode.value if attempt is not None else "",
+        num_attempts=transition.num_attempts if transition is not None else 0,
+        activity=notice.activity if notice is not None else "",
+        activity_s=notice.activity_s if notice is not None else 0.0,
         required=attempt.required if attempt is not None else (),
         repair=state.repair,
         abort=state.abort,
@@ -99,6 +117,8 @@ def _member(reading: BeaconReading, state: ControlState, before: dict[str, tuple
         engine=shown.engine,
         is_alive=_moved(reading, before),
         is_ready=bool(shown.summary_digest) and shown.catalog_digest == state.setup_digest,
+        is_serving=shown.is_serving,
+        activity=shown.activity,
         policy_version=shown.policy_version,
         refusal=shown.refusal,
     )

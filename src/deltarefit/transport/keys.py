@@ -7,6 +7,7 @@
     mail/<recipient>/<boot>-<sequence>-<nonce>-<sender>
     attempts/<attempt>/payloads/<sequence>-<owner>
     attempts/<attempt>/manifest/<owner>    each owner writes its own part, so no part has two writers
+    attempts/<attempt>/halt                there once the coordinator has given the attempt up, while owners still build
     plans/<digest>                         refit plans, by content
 
 Numbers have fixed widths, so the order of keys is the declared order of payloads and the order of a sender's messages.
@@ -30,6 +31,7 @@ __all__ = [
     "attempt_of",
     "attempt_prefix",
     "control",
+    "halt",
     "mail",
     "mail_prefix",
     "manifest_part",
@@ -105,6 +107,11 @@ def manifest_prefix(attempt: AttemptId) -> str:
 def manifest_part(attempt: AttemptId, owner: int) -> str:
     """The part of the manifest that this owner writes."""
     return f"{manifest_prefix(attempt)}/{owner:06d}"
+
+
+def halt(attempt: AttemptId) -> str:
+    """Tells owners in the middle of a build that it is in vain."""
+    return f"{attempt_prefix(attempt)}/halt"
 
 
 def plan(digest: str) -> str:

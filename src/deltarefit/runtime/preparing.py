@@ -1,0 +1,165 @@
+"""Prepare: who takes part, what they hold, how each tensor travels, and binding it all to a fresh attempt (paper B.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from deltarefit.errors import AttemptFailedError, RefitError, RejectedError
+from deltarefit.ids import AttemptId, PolicyVersion, ReceiverId, baseline_id
+from deltarefit.plan import RefitPlan
+from deltarefit.protocol import CommitRecord, PrepareRequest, commands
+from deltarefit.records import Encoding
+from deltarefit.runtime import messages
+from deltarefit.runtime.calls import Answer
+from deltarefit.runtime.members import Member
+from deltarefit.runtime.planning import check_digests, make_plan
+from deltarefit.runtime.refit_state import BoundAttempt, Session
+from deltarefit.transport import keys
+
+__all__ = ["Preparation", "expect"]
+
+AnswerT = TypeVar("AnswerT", messages.Completed, messages.Surveyed, messages.Done)
+
+
+class Preparation:
+    """Prepares the attempts of one transition."""
+
+    def __init__(self, session: Session, candidate: str) -> None:
+        """``candidate`` names the fixed weights of the transition."""
+        self._session = session
+        self._candidate = candidate
+
+    def required(self, excluded: frozenset[ReceiverId]) -> dict[ReceiverId, Member]:
+        """Live, prewarmed receivers, without those that were retired in this transition.
+
+        Raises:
+            AttemptFailedError: too few.
+        """
+        ready = self._session.members.ready(self._session.catalog.digest)
+        required = {receiver: member for receiver, member in ready.items() if receiver not in excluded}
+        if len(required) < self._session.settings.min_receivers:
+            raise AttemptFailedError(
+                f"{len(required)} receivers are ready ({', '.join(sorted(required)) or 'none'}), expected at least "
+                f"{self._session.settings.min_receivers}; retired in this refit: {', '.join(sorted(excluded)) or 'none'}"
+            )
+        return required
+
+    def plan(self, command: commands.Prepare, required: Mapping[ReceiverId, Member]) -> RefitPlan:
+        """Fix the encodings; receivers that cannot be taken at their word first show what they hold.
+
+        Raises:
+            RejectedError: a receiver started the run with other weights.
+        """
+        session = self._session
+        repair = self._tensors_to_repair(required, is_retry=command.ordinal > 1)
+        plan = make_plan(
+            session.catalog,
+            [session.members.summary(member) for member in required.values()],
+            preferred=Encoding[session.settings.difference.upper()],
+            num_owners=session.num_owners,
+            dense=frozenset(session.catalog) if command.is_dense else repair,
+        )
+        session.store.put_if_absent(keys.plan(plan.digest), plan.to_wire())
+        return plan
+
+    def bind_record(
+        self, command: commands.Prepare, attempt: AttemptId, plan: RefitPlan, required: Mapping[ReceiverId, Member]
+    ) -> BoundAttempt:
+        """Bind the control record to the attempt. Raises what ``ControlPlane.prepare`` raises."""
+        session = self._session
+        version = PolicyVersion(command.base.policy_version + 1)
+        target = CommitRecord(version, baseline_id(version, session.ids.nonce()))
+        state = session.control.prepare(
+            PrepareRequest(
+                epoch=session.epoch,
+                attempt=attempt,
+                baseline=target.baseline,
+                base=command.base,
+                mode=command.mode,
+                is_dense=command.is_dense,
+                candidate=self._candidate,
+                plan_digest=plan.digest,
+                required=frozenset(required),
+                min_receivers=session.settings.min_receivers,
+            )
+        )
+        return BoundAttempt(
+            attempt,
+            state.revision,
+            command.mode.value,
+            command.base,
+            target,
+            self._candidate,
+            command.is_dense,
+            plan,
+            required,
+        )
+
+    def bind_receivers(self, bound: BoundAttempt) -> None:
+        """Bind every required receiver. Raises what the first of them answers."""
+        session = self._session
+
+        def body(member: Member) -> messages.Prepare:
+            return messages.Prepare(
+                attempt=bound.attempt,
+                revision=bound.revision,
+                base_version=bound.base.policy_version,
+                target_version=bound.target.policy_version,
+                baseline=bound.target.baseline,
+                candidate=bound.candidate,
+                mode=bound.mode,
+                restores=bound.is_dense or member.identity not in session.settled,
+                plan_digest=bound.plan.digest,
+                num_owners=session.num_owners,
+            )
+
+        answers = session.caller.ask(bound.required.values(), body, session.settings.reply_timeout_s)
+        for receiver, answer in sorted(answers.items()):
+            expect(answer, messages.Done, receiver)
+
+    # --- what receivers hold ----------------------------------------------------------------------------------------
+
+    def _tensors_to_repair(self, required: Mapping[ReceiverId, Member], *, is_retry: bool) -> frozenset[str]:
+        """Tensors that some receiver does not hold, or cannot prove to hold, at the base version.
+
+        A receiver is asked when it is new, and at audits; not in a retry, where earlier attempts left a mixture on purpose.
+        """
+        session = self._session
+        asked = [
+            member
+            for member in required.values()
+            if member.identity not in session.doubtful or (session.is_audit_due and not is_retry)
+        ]
+        answers = session.caller.ask(asked, messages.Survey(), session.settings.reply_timeout_s)
+        for member in asked:
+            shown = expect(answers[member.receiver], messages.Surveyed, member.receiver)
+            self._judge(member, shown.digests, is_start=session.is_first and not is_retry)
+        return frozenset().union(*(session.doubtful[member.identity] for member in required.values()))
+
+    def _judge(self, member: Member, digests: Mapping[str, str | None], *, is_start: bool) -> None:
+        """Note what is doubtful about a receiver's resident bits.
+
+        Raises:
+            RejectedError: at the start of a run it holds other weights than the trainer: a wrong checkpoint.
+        """
+        session = self._session
+        check = check_digests(session.committed, digests, session.members.summary(member).skipped)
+        is_new = member.identity not in session.doubtful
+        if is_new and not check.is_equal and is_start:
+            raise RejectedError(
+                f"receiver {member.receiver} holds other weights than the trainer: {check.describe(session.catalog)}; load the "
+                "checkpoint that the trainer started from into it, or start the trainer from the receiver's"
+            )
+        unproven = check.unproven if is_new else ()
+        earlier = session.doubtful.get(member.identity, frozenset())
+        session.doubtful[member.identity] = earlier.union(check.differing, unproven)
+
+
+def expect(answer: Answer, kind: type[AnswerT], receiver: ReceiverId) -> AnswerT:
+    """The answer, if it is of this kind; otherwise raise what it says."""
+    if isinstance(answer, RefitError):
+        raise answer
+    if not isinstance(answer, kind):
+        raise AttemptFailedError(f"receiver {receiver}: expected {kind.__name__}, got {type(answer).__name__}")
+    return answer

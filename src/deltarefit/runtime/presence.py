@@ -1,0 +1,62 @@
+"""What a receiver shows of itself: who it is, what it holds, and that it lives."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deltarefit.ids import ReceiverId
+from deltarefit.protocol import LeaseSettings
+from deltarefit.runtime.clock import Clock, IdSource
+from deltarefit.runtime.heartbeat import Heartbeat
+from deltarefit.runtime.messages import Membership, encode_message
+from deltarefit.transport import Beacon, RunStore, keys
+
+__all__ = ["Presence"]
+
+_MAX_REFUSAL = 4000  # a beacon is a small object; the receiver's own log has the whole text
+
+
+class Presence:
+    """A receiver's beacon and the lease behind it. ``show`` may be called from any thread."""
+
+    def __init__(
+        self, store: RunStore, name: ReceiverId, engine: str, *, nonce: str, lease: LeaseSettings, clock: Clock, ids: IdSource
+    ) -> None:
+        """Give the first sign of life."""
+        self._ids = ids
+        self._shown = Membership(nonce, engine, "", "", None)
+        self._heartbeat = Heartbeat(
+            Beacon(store, keys.member(name), nonce=nonce), lease, clock, lambda: encode_message(self._shown)
+        )
+
+    @property
+    def shown(self) -> Membership:
+        return self._shown
+
+    @property
+    def lease(self) -> LeaseSettings:
+        return self._heartbeat.lease
+
+    @property
+    def may_act(self) -> bool:
+        """Whether the lease holds. Ask before every write and every reopening of the request gate."""
+        return self._heartbeat.may_act
+
+    def note(self, **changes: object) -> None:
+        """Change what the next beat shows."""
+        self._shown = msgspec.structs.replace(self._shown, **changes)
+
+    def show(self, **changes: object) -> None:
+        """Change what is shown, and show it at once."""
+        if isinstance(refusal := changes.get("refusal"), str):
+            changes["refusal"] = refusal[:_MAX_REFUSAL]
+        self.note(**changes)
+        self._heartbeat.show()
+
+    def register_anew(self) -> None:
+        """After the lease ran out: show a new incarnation, so that others take this receiver for a new one."""
+        self.note(incarnation=self._ids.nonce())
+        self._heartbeat.restore()
+
+    def close(self) -> None:
+        self._heartbeat.close()

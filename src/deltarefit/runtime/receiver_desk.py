@@ -1,0 +1,205 @@
+"""Answers the coordinator's calls on behalf of one receiver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.errors import AttemptFailedError, LoaderContractError, PayloadMissingError, RefitError, RejectedError
+from deltarefit.ids import AttemptId, ReceiverId
+from deltarefit.plan import RefitPlan
+from deltarefit.protocol import CommitRecord
+from deltarefit.receiver import merge_digests
+from deltarefit.runtime import messages
+from deltarefit.runtime.application import Application
+from deltarefit.runtime.engine import EngineDriver
+from deltarefit.runtime.events import EventLog
+from deltarefit.runtime.messages import Call, Failure, Reply, decode_message, encode_message
+from deltarefit.runtime.presence import Presence
+from deltarefit.transport import Mail, Mailbox, RunStore, keys
+
+__all__ = ["MAX_PLAN_NBYTES", "ReceiverDesk"]
+
+_LOG = logging.getLogger(__name__)
+MAX_PLAN_NBYTES = 128 * 2**20
+
+
+class ReceiverDesk:
+    """Takes calls in the order in which they were posted, one at a time. Used by one thread."""
+
+    def __init__(
+        self,
+        name: ReceiverId,
+        *,
+        engine: EngineDriver,
+        application: Application,
+        presence: Presence,
+        mailbox: Mailbox,
+        store: RunStore,
+        log: EventLog,
+        request_timeout_s: float,
+    ) -> None:
+        self.catalog: Catalog | None = None
+        """The one that was prewarmed for."""
+        self.epoch = 0
+        """Of the newest coordinator that was heard of; older ones are ignored."""
+        self._name = name
+        self._engine = engine
+        self._application = application
+        self._presence = presence
+        self._mailbox = mailbox
+        self._store = store
+        self._log = log
+        self._request_timeout_s = request_timeout_s
+        self._coordinator = ""
+        self._flush: tuple[Mail, Call] | None = None
+        self._reported: AttemptId | None = None
+
+    # --- mail -------------------------------------------------------------------------------------------------------
+
+    def receive(self, mail: Mail) -> None:
+        """Do what a call asks, and answer it; calls of a replaced coordinator, or to an earlier self, are dropped."""
+        call = decode_message(mail.data, Call, sender=mail.sender)
+        if call.epoch < self.epoch or call.incarnation != self._presence.shown.incarnation:
+            self._mailbox.acknowledge(mail.key)  # paper B.2: endpoints ignore what a replaced coordinator still sends
+            return
+        self.epoch = call.epoch
+        self._coordinator = mail.sender
+        self._presence.note(activity=_activity(call.body))
+        if isinstance(call.body, messages.Flush):
+            self._drop_flush()
+            self._flush = (mail, call)
+            return
+        self._reply(mail, call, self._outcome(call))
+
+    def answer_flush(self) -> None:
+        """Answer a waiting flush once everything is applied, or failed."""
+        if self._flush is None:
+            return
+        mail, call = self._flush
+        if not isinstance(call.body, messages.Flush):
+            return
+        try:
+            if not self._application.is_finished(call.body):
+                return
+            answer: messages.ReplyBody = self._complete(call.body)
+        except Exception as error:
+            answer = self._failure(call, error)
+        self._flush = None
+        self._reply(mail, call, answer)
+
+    def report_failure(self) -> None:
+        """Tell the coordinator at once that the attempt failed here: it need not wait for the end of the schedule."""
+        attempt, failure = self._application.attempt, self._application.failure
+        if attempt is None or failure is None or self._reported == attempt:
+            return
+        self._reported = attempt
+        broken = messages.Broken(attempt, Failure.of(failure))
+        self._mailbox.post(self._coordinator, encode_message(Reply("", self._presence.shown.incarnation, broken)))
+
+    def forget(self) -> None:
+        """The receiver registers anew: what was asked of its earlier self is void."""
+        self._drop_flush()
+
+    def _drop_flush(self) -> None:
+        if self._flush is not None:
+            self._mailbox.acknowledge(self._flush[0].key)
+            self._flush = None
+
+    def _reply(self, mail: Mail, call: Call, body: messages.ReplyBody) -> None:
+        self._mailbox.post(mail.sender, encode_message(Reply(call.name, self._presence.shown.incarnation, body)))
+        self._mailbox.acknowledge(mail.key)
+
+    def _outcome(self, call: Call) -> messages.ReplyBody:
+        try:
+            return self._handle(call.body)
+        except Exception as error:
+            return self._failure(call, error)
+
+    def _failure(self, call: Call, error: Exception) -> Failure:
+        if not isinstance(error, RefitError):
+            _LOG.exception("receiver %s: %s failed", self._name, type(call.body).__name__)
+        return Failure.of(error)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, body: messages.CallBody) -> messages.ReplyBody:
+        application = self._application
+        match body:
+            case messages.Survey():
+                return messages.Surveyed(hex_digests(self.digests()))
+            case messages.Prepare():
+                self._drop_flush()
+                application.prepare(body, self._plan(body))
+                self._reported = None
+            case messages.OpenApply(attempt=attempt):
+                application.open(AttemptId(attempt), self._request_timeout_s)
+                self._presence.note(is_serving=False)
+            case messages.Stop(attempt=attempt):
+                application.stop(AttemptId(attempt))
+            case messages.DropCaches(record=record):
+                application.drop_caches(record)
+                self._presence.show(policy_version=record.policy_version)
+            case messages.ReopenGate(attempt=attempt, record=record):
+                self._reopen(AttemptId(attempt), record)
+            case _:
+                raise RejectedError(f"receiver {self._name}: unexpected call {type(body).__name__}")
+        return messages.Done()
+
+    def digests(self) -> Mapping[str, TensorDigest | None]:
+        """Per canonical tensor that this engine holds, the digest of its resident bits; None where they prove nothing."""
+        if self.catalog is None:
+            raise RejectedError(f"receiver {self._name} has not prewarmed yet")
+        try:
+            self._engine.synchronize()
+        except (PayloadMissingError, LoaderContractError) as error:
+            _LOG.info("receiver %s: %s", self._name, error)  # left by a failed attempt; the digests will show it
+        return merge_digests(self._engine.digests(), self.catalog)
+
+    def _plan(self, body: messages.Prepare) -> RefitPlan:
+        plan = RefitPlan.from_wire(self._store.get(keys.plan(body.plan_digest), max_nbytes=MAX_PLAN_NBYTES))
+        if plan.catalog != self.catalog or plan.digest != body.plan_digest or plan.num_owners != body.num_owners:
+            raise RejectedError(
+                f"receiver {self._name}: plan {body.plan_digest} is for another catalog or other owners than those prewarmed "
+                "for; restart the receiver"
+            )
+        return plan
+
+    def _complete(self, body: messages.Flush) -> messages.Completed:
+        attempt = AttemptId(body.attempt)
+        self._application.complete(attempt)
+        digests = None
+        if body.audit:
+            with self._log.stage("verify", attempt):
+                digests = hex_digests(self.digests())
+        written = self._application.written_elements
+        return messages.Completed(written, digests, self._engine.covered(), tuple(self._log.drain()))
+
+    def _reopen(self, attempt: AttemptId, record: CommitRecord) -> None:
+        if not self._presence.may_act:
+            raise AttemptFailedError(
+                f"receiver {self._name} showed no sign of life for {self._presence.lease.lease_s:.0f} s; its gate stays closed"
+            )
+        if self._application.reopen(attempt, record):
+            self._presence.note(is_serving=True, activity="")
+
+
+def hex_digests(digests: Mapping[str, TensorDigest | None]) -> dict[str, str | None]:
+    return {name: None if digest is None else digest.hex() for name, digest in digests.items()}
+
+
+_ACTIVITIES: Mapping[type, str] = {
+    messages.Survey: "showing what it holds",
+    messages.Prepare: "bound",
+    messages.OpenApply: "applying",
+    messages.Flush: "finishing",
+    messages.Stop: "stopped",
+    messages.DropCaches: "dropping caches",
+    messages.ReopenGate: "reopening its gate",
+}
+
+
+def _activity(body: messages.CallBody) -> str:
+    attempt = getattr(body, "attempt", "")
+    return f"{_ACTIVITIES[type(body)]}{': ' if attempt else ''}{attempt}"

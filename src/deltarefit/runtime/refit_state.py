@@ -1,0 +1,106 @@
+"""What a coordinator knows while it holds a run, and what one refit produces. Values; nothing here acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.control import ControlPlane
+from deltarefit.ids import AttemptId, ReceiverId
+from deltarefit.plan import RefitPlan
+from deltarefit.protocol import CommitRecord, ControlState
+from deltarefit.runtime.activity import Activity
+from deltarefit.runtime.calls import Caller
+from deltarefit.runtime.clock import Clock, IdSource
+from deltarefit.runtime.events import EventLog, StageEvent
+from deltarefit.runtime.members import Member, Members
+from deltarefit.runtime.owner_group import OwnerGroup
+from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.transport import RunStore
+
+__all__ = ["BoundAttempt", "Identity", "Outcome", "Session"]
+
+Identity = tuple[str, str]
+"""A receiver's name and incarnation."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What one coordinator holds for as long as it owns the run."""
+
+    store: RunStore
+    control: ControlPlane
+    holder: str
+    epoch: int
+    catalog: Catalog
+    owners: OwnerGroup
+    num_owners: int
+    caller: Caller
+    members: Members
+    clock: Clock
+    ids: IdSource
+    settings: PublisherSettings
+    log: EventLog
+    activity: Activity
+    ensure_may_act: Callable[[], None]
+    """Raises CommitConflictError once another coordinator has the run."""
+    policy_version: int
+    """The committed version."""
+    committed: dict[str, TensorDigest]
+    """Digest of each canonical tensor of the committed policy."""
+    doubtful: dict[Identity, frozenset[str]] = field(default_factory=dict)
+    """Per receiver that showed what it holds: tensors that it does not hold, or cannot prove to hold, at the committed version.
+    These are sent whole. A receiver that is not listed has not been asked yet."""
+    settled: frozenset[Identity] = frozenset()
+    """Receivers that acknowledged the latest commit: they know by themselves which version they hold."""
+    is_first: bool = True
+    """No refit was ever begun in this run, so every receiver must come with the weights that the run started from."""
+    num_refits: int = 0
+
+    @property
+    def is_audit_due(self) -> bool:
+        every = self.settings.audit_every
+        return self.num_refits == 0 or (every > 0 and self.num_refits % every == 0)
+
+    def begin(self, state: ControlState) -> None:
+        """A refit begins from this record."""
+        self.policy_version = state.record.policy_version
+        self.is_first = state.record.policy_version == 0 and state.transition is None and not state.repair
+
+    def distrust(self, identity: Identity) -> None:
+        """Ask this receiver what it holds before it is taken at its word again."""
+        self.doubtful.pop(identity, None)
+        self.settled -= {identity}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAttempt:
+    """The attempt that is bound at the moment."""
+
+    attempt: AttemptId
+    revision: int
+    mode: str
+    base: CommitRecord
+    target: CommitRecord
+    candidate: str
+    is_dense: bool
+    plan: RefitPlan
+    required: Mapping[ReceiverId, Member]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the transition produced; the report is made from it."""
+
+    changed_elements: int = 0
+    payloads: int = 0
+    payload_nbytes: int = 0
+    sent_nbytes: int = 0
+    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    receivers: tuple[ReceiverId, ...] = ()
+    audited: bool = False
+    covered: str = ""
+    t0_s: float = 0.0
+    t1_s: float = 0.0
+    events: list[StageEvent] = field(default_factory=list)

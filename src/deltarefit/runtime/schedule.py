@@ -1,0 +1,243 @@
+"""Algorithm B.1: owners build and send while receivers apply, then everything is flushed. Whatever fails ends it early."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+from deltarefit.canonical import digest_of_digests
+from deltarefit.errors import AttemptFailedError, BaseMismatchError, CommitConflictError, DeadlineError, RefitError
+from deltarefit.ids import ReceiverId
+from deltarefit.protocol import events
+from deltarefit.runtime import messages
+from deltarefit.runtime.calls import Answer, PendingCall
+from deltarefit.runtime.clock import Pace
+from deltarefit.runtime.owner_group import OwnersLostError
+from deltarefit.runtime.owner_worker import Build, OwnerReply, sum_digests
+from deltarefit.runtime.planning import check_digests
+from deltarefit.runtime.preparing import expect
+from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
+from deltarefit.transport import keys
+
+__all__ = ["Schedule"]
+
+_RECORD_S = 1.0  # how often the control record is looked at for a request to abort
+
+
+class Schedule:
+    """Runs the schedule of one attempt."""
+
+    def __init__(self, session: Session, bound: BoundAttempt, outcome: Outcome, *, starts_transition: bool) -> None:
+        self._session = session
+        self._bound = bound
+        self._outcome = outcome
+        self._starts_transition = starts_transition
+        self._watch = _Watch(session, bound)
+
+    @property
+    def abort(self) -> str:
+        """Why an operator asked to abort, as far as it was seen while the schedule ran."""
+        return self._watch.abort
+
+    def run(self) -> events.Event:
+        """Gates close while owners compare and send; receivers apply what arrives; then each proves that it is complete.
+
+        Raises:
+            CommitConflictError: another coordinator owns the run.
+            OwnersLostError: the training ranks lost each other.
+        """
+        try:
+            replies = self._build()
+            acknowledged = self._flush(replies, audit=self._session.is_audit_due)
+        except (CommitConflictError, OwnersLostError):
+            raise
+        except RefitError as error:
+            return events.AttemptFailed(reason=str(error))
+        return events.Flushed(acknowledged=acknowledged, policy_digest=digest_of_digests(self._outcome.digests))
+
+    # --- lines 1 to 28 ----------------------------------------------------------------------------------------------
+
+    def _build(self) -> list[OwnerReply]:
+        """Have the gates closed and the payloads built and sent, at the same time."""
+        session, bound, settings = self._session, self._bound, self._session.settings
+        timeout_s = settings.reply_timeout_s + settings.request_timeout_s
+        opening = session.caller.post(bound.required.values(), messages.OpenApply(bound.attempt), timeout_s)
+        session.activity.begin(f"{bound.attempt}: owners compare and send")
+        with _BuildGuard(session, bound, opening, self._watch) as guard:
+            replies = session.owners.command(self._build_command())
+        for reply in replies:
+            self._outcome.events.extend(reply.events)
+        if guard.trouble is not None:
+            raise guard.trouble
+        for reply in replies:
+            if reply.failure is not None:
+                raise reply.failure.error(f"owner {reply.owner}")
+        self._note_built(replies)
+        answers = session.caller.collect(opening, until_failure=True, poll=self._watch.poll)
+        for receiver, answer in _failures_first(answers):
+            expect(answer, messages.Done, receiver)
+        return replies
+
+    def _build_command(self) -> Build:
+        bound = self._bound
+        return Build(
+            attempt=bound.attempt,
+            revision=bound.revision,
+            base=bound.base,
+            target=bound.target,
+            candidate=bound.candidate,
+            mode=bound.mode,
+            plan=bound.plan.to_wire(),
+            starts_transition=self._starts_transition,
+        )
+
+    def _note_built(self, replies: Iterable[OwnerReply]) -> None:
+        outcome, listed = self._outcome, list(replies)
+        outcome.digests = sum_digests(listed)
+        outcome.changed_elements = sum(reply.changed_elements for reply in listed)
+        outcome.payloads = sum(reply.payloads for reply in listed)
+        outcome.payload_nbytes = sum(reply.payload_nbytes for reply in listed)
+        outcome.sent_nbytes += outcome.payload_nbytes
+
+    # --- line 29 ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, replies: Iterable[OwnerReply], *, audit: bool) -> frozenset[ReceiverId]:
+        """Have every receiver finish and prove what it holds now."""
+        session, bound = self._session, self._bound
+        ended = tuple(reply.marker for reply in replies if reply.marker is not None)
+        if len(ended) != session.num_owners:
+            raise AttemptFailedError(f"{bound.attempt}: {len(ended)} of {session.num_owners} owners ended")
+        with session.log.stage("flush", bound.attempt):
+            body = messages.Flush(bound.attempt, ended, audit)
+            pending = session.caller.post(bound.required.values(), body, session.settings.reply_timeout_s)
+            answers = session.caller.collect(pending, until_failure=True, poll=self._watch.poll)
+        for receiver, answer in _failures_first(answers):
+            completed = expect(answer, messages.Completed, receiver)
+            self._outcome.events.extend(completed.events)
+            self._outcome.covered = completed.covered
+            if completed.digests is not None:
+                self._check_result(receiver, completed.digests)
+        self._outcome.audited = audit
+        self._outcome.receivers = tuple(sorted(answers))
+        return frozenset(answers)
+
+    def _check_result(self, receiver: ReceiverId, shown: Mapping[str, str | None]) -> None:
+        session, member = self._session, self._bound.required[receiver]
+        check = check_digests(self._outcome.digests, shown, session.members.summary(member).skipped)
+        if not check.is_equal:
+            session.doubtful[member.identity] = session.doubtful[member.identity].union(check.differing)
+            raise BaseMismatchError(
+                f"receiver {receiver} does not hold the candidate after applying {self._bound.attempt}: "
+                f"{check.describe(session.catalog)}; these tensors are sent whole in the next attempt"
+            )
+
+
+class _Watch:
+    """Notices what makes an attempt pointless while something else is waited for. Used by one thread at a time."""
+
+    def __init__(self, session: Session, bound: BoundAttempt) -> None:
+        self.abort = ""
+        self._session = session
+        self._bound = bound
+        self._members_pace = Pace(session.clock, first_s=session.settings.lease_s / 10, most_s=session.settings.lease_s / 10)
+        self._record_pace = Pace(session.clock, first_s=_RECORD_S, most_s=_RECORD_S)
+
+    def poll(self) -> None:
+        """Raise what makes the attempt pointless, if anything does.
+
+        Raises:
+            AttemptFailedError: a receiver failed, died or restarted, or an operator asked to abort.
+            CommitConflictError: another coordinator owns the run.
+        """
+        session, bound = self._session, self._bound
+        if (error := session.caller.broken(bound.attempt, bound.required)) is not None:
+            raise error
+        if self._members_pace.is_due:
+            self._check_members()
+        if self._record_pace.is_due:
+            session.ensure_may_act()
+            self._check_record()
+
+    def _check_members(self) -> None:
+        alive = self._session.members.alive()
+        for receiver, member in sorted(self._bound.required.items()):
+            now = alive.get(receiver)
+            if now is None:
+                raise DeadlineError(f"receiver {receiver} shows no sign of life any more during {self._bound.attempt}")
+            if now.identity != member.identity:
+                raise AttemptFailedError(
+                    f"receiver {receiver} was restarted, or its lease ran out, during {self._bound.attempt}"
+                )
+
+    def _check_record(self) -> None:
+        state = self._session.control.read()
+        if state is None or state.epoch != self._session.epoch:
+            raise CommitConflictError(f"{self._bound.attempt}: another coordinator took {self._session.store.url} over")
+        if state.abort:
+            self.abort = state.abort
+            raise AttemptFailedError(f"an operator asked to abort: {state.abort}")
+
+
+class _BuildGuard:
+    """While the owners build, a thread watches; what it finds makes every owner stop at its next bucket."""
+
+    def __init__(self, session: Session, bound: BoundAttempt, opening: PendingCall, watch: _Watch) -> None:
+        self.trouble: RefitError | None = None
+        self._session = session
+        self._bound = bound
+        self._opening = opening
+        self._watch = watch
+        self._is_built = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deltarefit-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._is_built.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            answers = self._session.caller.collect(self._opening, until_failure=True, poll=self._poll, wake=self._is_built)
+            for receiver, answer in _failures_first(answers):
+                expect(answer, messages.Done, receiver)
+            while True:
+                self._session.caller.listen(self._is_built)
+                self._poll()
+        except _BuiltError:
+            return
+        except RefitError as error:
+            self.trouble = error
+        except Exception as error:
+            self.trouble = AttemptFailedError(f"{self._bound.attempt}: {type(error).__name__}: {error}")
+        self._halt()
+
+    def _poll(self) -> None:
+        if self._is_built.is_set():
+            raise _BuiltError
+        self._watch.poll()
+
+    def _halt(self) -> None:
+        try:
+            self._session.store.put(keys.halt(self._bound.attempt), b"")
+        except RefitError as error:
+            self.trouble = AttemptFailedError(f"{self.trouble}; owners could not be told: {error}")
+
+
+class _BuiltError(Exception):
+    """Ends the watch: the owners have built everything."""
+
+
+def _failures_first(answers: Mapping[ReceiverId, Answer]) -> list[tuple[ReceiverId, Answer]]:
+    """By name, but failures before everything else, and of these the deadlines last: they tell least."""
+
+    def rank(answer: Answer) -> int:
+        if not isinstance(answer, RefitError):
+            return 2
+        return 1 if isinstance(answer, DeadlineError) else 0
+
+    return sorted(answers.items(), key=lambda one: (rank(one[1]), one[0]))

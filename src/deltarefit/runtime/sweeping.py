@@ -1,0 +1,49 @@
+"""Removes what dead processes left under a run: objects of ended attempts, mail that nobody will read, beacons of the dead.
+
+Only the holder of the run calls this, and only while no attempt is bound (checklist D41).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from deltarefit.errors import RefitError
+from deltarefit.runtime.names import COORDINATOR, coordinator_mailbox
+from deltarefit.transport import RunStore, keys, sweep_attempts
+
+__all__ = ["sweep"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def sweep(store: RunStore, *, epoch: int, expired: Collection[str]) -> int:
+    """Delete leftovers; returns how many objects or attempts were removed. A failure is logged: the next sweep goes on.
+
+    Args:
+        store: the run.
+        epoch: the holder's; mail to coordinators of other epochs is removed.
+        expired: receivers whose lease is known to have run out; one that only slept writes its beacon anew.
+    """
+    try:
+        removed = len(sweep_attempts(store, keep=()))
+        beacons = [keys.member(name) for name in expired]
+        store.delete(beacons)
+        mail = _orphaned_mail(store, epoch)
+        store.delete(mail)
+    except RefitError as error:
+        _LOG.warning("leftovers in %s stay for now: %s", store.url, error)
+        return 0
+    return removed + len(beacons) + len(mail)
+
+
+def _orphaned_mail(store: RunStore, epoch: int) -> list[str]:
+    """Keys of messages to coordinators that were replaced, and to receivers that show no beacon."""
+    here = {keys.name_of_member(info.key) for info in store.listing(keys.MEMBERS)}
+    orphaned = []
+    for info in store.listing(keys.MAIL):
+        recipient = info.key.split("/")[1]
+        is_coordinator = recipient.startswith(f"{COORDINATOR}-")
+        if (recipient != coordinator_mailbox(epoch)) if is_coordinator else (recipient not in here):
+            orphaned.append(info.key)
+    return orphaned
