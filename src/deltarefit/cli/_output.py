@@ -123,19 +123,23 @@ def emit(result: Any, *, as_json: bool, human: Callable[[], None]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
-    """A table on stdout. Columns whose cells are all numbers are right-aligned."""
+    """A table on stdout. Columns whose cells are all quantities are right-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[position], int | float) for row in rows)
+        numeric = bool(rows) and all(_is_quantity(row[position]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
     # Away from a terminal a table keeps its lines whole, so that grep and cut work on it.
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+
+
+def _is_quantity(cell: object) -> bool:
+    return isinstance(cell, int | float) or (isinstance(cell, str) and _QUANTITY.fullmatch(cell) is not None)
 
 
 def guarded(command: CommandT) -> CommandT:
