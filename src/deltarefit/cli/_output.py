@@ -50,6 +50,8 @@ _PLAIN_LINES = 10
 _PLAIN_PAUSE_S = 2.0
 """Least time between two of them."""
 
+_QUANTITY = re.compile(r"-|[-+]?[0-9][0-9.,]*(e[-+]?[0-9]+)?( ?(%|x|B|KiB|MiB|GiB|TiB|s|ms))?")
+
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
