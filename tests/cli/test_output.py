@@ -1,6 +1,8 @@
 """Shared helpers of the commands: sizes, tables, progress lines and exit codes."""
 
+import io
 import json
+import sys
 
 import click
 import pytest
@@ -103,3 +105,21 @@ def test_silent_progress_is_silent(capsys):
         meter.start("compare", 10)
         meter.advance(10)
     assert capsys.readouterr() == ("", "")
+
+
+def test_terminal_progress_shows_stage_and_bytes(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with _output.progress() as meter:
+        meter.advance(1)
+        meter.start("compare", 2048)
+        meter.advance(1024)
+        meter.start("write", 10)
+        meter.advance(10)
+        shown = sys.stderr
+    assert "compare" in shown.getvalue()
+    assert "1.0/2.0 KiB" in shown.getvalue()
+    assert "10/10 bytes" in shown.getvalue()

@@ -17,7 +17,8 @@ from deltarefit.errors import PayloadInvalidError, RefitError, RejectedError
 from deltarefit.offline import container, grid
 from deltarefit.offline.container import HEAD, Delta, DeltaWriter, digest_of
 from deltarefit.offline.grid import Grid
-from deltarefit.offline.manifest import Manifest, TensorState, check
+from deltarefit.offline.manifest import FileRow, Manifest, TensorState, check
+from deltarefit.offline.safetensors import build_header
 
 
 @pytest.fixture
@@ -240,3 +241,49 @@ def test_names_are_checked_in_a_new_manifest_too(delta):
 def test_not_a_file(tmp_path):
     with pytest.raises(RejectedError, match="not a regular file"):
         Delta(tmp_path)
+
+
+def with_header(delta: Path, raw: bytes, nbytes: int) -> Path:
+    """The delta with another header text for its tensor file, under digests that fit it."""
+    copy = delta.with_name("copy")
+    with Delta(delta) as opened, copy.open("wb") as file:
+        writer = DeltaWriter(file.fileno())
+        for number, row in enumerate(opened.manifest.payloads):
+            writer.add_payload(opened.section(number), row.first_slice, row.end_slice)
+        blob = writer.add_blob(raw)
+        row = FileRow("model.safetensors", True, nbytes, digest_of(raw), blob)
+        changed = msgspec.structs.replace(
+            opened.manifest, files=(row,), payloads=tuple(writer.payloads), blobs=tuple(writer.blobs)
+        )
+        writer.finish(changed)
+    return copy
+
+
+def test_header_and_manifest_must_agree(delta, tmp_path):
+    specs = [("a", "BF16", (60,), 120), ("b", "BF16", (9,), 18), ("new", "BF16", (5,), 10)]
+    same = build_header(specs)
+    offline.inspect_delta(with_header(delta, same.raw, same.file_nbytes))
+    for wrong in (
+        [*specs, ("more", "BF16", (1,), 2)],
+        specs[:2],
+        [("a", "F16", (60,), 120), *specs[1:]],
+        [("a", "BF16", (6, 10), 120), *specs[1:]],
+    ):
+        header = build_header(wrong)
+        with pytest.raises(PayloadInvalidError, match="in a header"):
+            offline.apply_deltas(tmp_path / "old", [with_header(delta, header.raw, header.file_nbytes)], tmp_path / "out")
+    with pytest.raises(PayloadInvalidError, match="strict UTF-8 JSON"):
+        offline.apply_deltas(tmp_path / "old", [with_header(delta, b"{", same.file_nbytes)], tmp_path / "out")
+
+
+def test_a_tensor_in_two_files_is_refused(delta, tmp_path):
+    raw = build_header([("a", "BF16", (60,), 120), ("b", "BF16", (9,), 18), ("new", "BF16", (5,), 10)]).raw
+    with Delta(delta) as opened, (tmp_path / "copy").open("wb") as file:
+        writer = DeltaWriter(file.fileno())
+        rows = tuple(FileRow(f"{n}.safetensors", True, 8 + len(raw) + 148, digest_of(raw), writer.add_blob(raw)) for n in "xy")
+        changed = msgspec.structs.replace(
+            opened.manifest, layout="directory", files=rows, payloads=(), blobs=tuple(writer.blobs)
+        )
+        writer.finish(changed)
+    with pytest.raises(PayloadInvalidError, match="in two files"):
+        offline.inspect_delta(tmp_path / "copy")

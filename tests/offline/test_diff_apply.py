@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltarefit import offline
+from deltarefit.canonical import TensorSpec
 from deltarefit.errors import BaseMismatchError, PayloadInvalidError, RejectedError
 from deltarefit.offline import grid
 from deltarefit.offline.container import Delta
-from deltarefit.records import Encoding
+from deltarefit.offline.diff import detached
+from deltarefit.records import CodedItem, Encoding, LocationForm
 
 DTYPES = {"BOOL": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F4": 0.5, "C128": 16}
 
@@ -324,3 +326,55 @@ def test_units_that_do_not_line_up_are_still_found(tmp_path, small_slices):
         assert files_of(tmp_path / f"out{number}") == files_of(paths[-1])
     with Delta(deltas[1]) as delta:
         assert len(delta.manifest.payloads) > 3
+
+
+def test_chain_may_cross_a_delta_of_tensors_only(tmp_path):
+    """A delta that knows no companions neither gives nor loses them."""
+    paths, deltas = chain_of(tmp_path, four_versions())
+    offline.diff_checkpoints(paths[0], paths[1], deltas[0], tensors_only=True, replace=True)
+    offline.apply_deltas(paths[0], deltas[:2], tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(paths[2])
+    offline.fold_deltas(deltas[:2], tmp_path / "folded")
+    offline.apply_deltas(paths[0], [tmp_path / "folded"], tmp_path / "out2")
+    assert files_of(tmp_path / "out2") == files_of(paths[2])
+
+
+def test_companion_that_the_chain_lost_is_refused(tmp_path):
+    """Each delta is right by itself; together they need a file that the first one does not give."""
+    versions = four_versions()
+    _, deltas = chain_of(tmp_path, versions[:3])
+    del versions[1][1]["tokenizer.json"]
+    shards, companions = versions[1]
+    other = write_sharded(tmp_path / "other", shards, companions=companions)
+    offline.diff_checkpoints(tmp_path / "v0", other, tmp_path / "lost")
+    with pytest.raises(RejectedError, match=r"has tokenizer\.json, which the delta before does not give"):
+        offline.apply_deltas(tmp_path / "v0", [tmp_path / "lost", deltas[1]], tmp_path / "out")
+
+
+def test_empty_chain_is_refused(tmp_path):
+    with pytest.raises(RejectedError, match="no delta given"):
+        offline.apply_deltas(tmp_path, [], tmp_path / "out")
+
+
+@pytest.mark.parametrize("values", [{"memory_nbytes": 2**20}, {"num_threads": -1}, {"num_threads": 2000}])
+def test_settings_out_of_range_are_refused(values):
+    with pytest.raises(RejectedError, match="expected"):
+        offline.Settings(**values)
+
+
+def test_planes_that_share_scratch_memory_are_copied():
+    buffer = np.arange(5, dtype=np.uint8)
+    spec = TensorSpec("0", "U8", (5,))
+    shared = CodedItem(spec, Encoding.OVERWRITE, LocationForm.RUN, 0, 5, (), (buffer[:],))
+    assert not np.shares_memory(detached(shared, buffer).value_planes[0], buffer)
+    own = CodedItem(spec, Encoding.OVERWRITE, LocationForm.RUN, 0, 5, (), (buffer.copy(),))
+    assert detached(own, buffer) is own
+
+
+def test_dense_single_byte_slices_do_not_alias(tmp_path, small_slices):
+    rng = np.random.default_rng(0)
+    old = write_file(tmp_path / "old", {"a": tensor("I8", (500,), rng.integers(0, 256, 500, dtype=np.uint8))})
+    new = write_file(tmp_path / "new", {"a": tensor("I8", (500,), rng.integers(0, 256, 500, dtype=np.uint8))})
+    for encoding in Encoding:
+        offline.diff_checkpoints(old, new, tmp_path / "d", encoding=encoding, replace=True)
+        assert offline.verify_deltas(old, [tmp_path / "d"], new).ok

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from checkpoints import bf16, files_of, nudged, read_back, tensor, write_file, write_sharded
@@ -205,8 +206,18 @@ def test_altered_journal_is_not_carried_out(tmp_path, small_slices):
     redo.write_bytes(data)
     with pytest.raises(OperatorRequiredError, match="restore it from a copy"):
         offline.resume_in_place(tmp_path / "work")
+    state = tmp_path / "work" / JOURNAL / "journal.json"
+    document = msgspec.json.decode(state.read_bytes())
+    for changed, text in (
+        ({**document, "format_version": 2}, "resume with that build"),
+        ({**document, "removed": ["../new"]}, "plain visible name"),
+        ({**document, "surprise": 1}, "surprise"),
+    ):
+        state.write_bytes(msgspec.json.encode(changed))
+        with pytest.raises(OperatorRequiredError, match=text):
+            offline.resume_in_place(tmp_path / "work")
     redo.unlink()
-    (tmp_path / "work" / JOURNAL / "journal.json").write_text("{}")
+    state.write_text("{}")
     with pytest.raises(OperatorRequiredError, match="not the state of an in-place apply"):
         offline.resume_in_place(tmp_path / "work")
     kept = {name: data for name, data in content(tmp_path / "work").items() if JOURNAL not in name}
@@ -227,6 +238,12 @@ def test_wrong_kind_of_base_is_refused(tmp_path):
     offline.diff_checkpoints(tmp_path / "old", tmp_path / "old", tmp_path / "delta")
     with pytest.raises(RejectedError, match="gives a file, this is none"):
         offline.apply_in_place(tmp_path / "dir", [tmp_path / "delta"])
+
+
+def test_index_is_no_base_for_in_place(tmp_path):
+    old, _, delta = make_pair(tmp_path, "patched")
+    with pytest.raises(RejectedError, match="not its index"):
+        offline.apply_in_place(old / "model.safetensors.index.json", [delta])
 
 
 CHILD = textwrap.dedent(

@@ -248,11 +248,16 @@ def _print_inspected(report: offline.InspectReport, show_all: bool) -> None:
     if rows:
         click.echo()
         print_table(
-            ("tensor", "kind", "base", "target", "sent"),
-            [(row.name, row.kind, str(row.base or ""), str(row.target or ""), row.num_sent) for row in rows],
+            ("tensor", "kind", "dtype and shape", "sent"),
+            [(row.name, row.kind, _shapes(row), row.num_sent) for row in rows],
         )
     if len(rows) < len(report.tensors):
         click.echo(f"and {len(report.tensors) - len(rows):,} more; --all lists them")
+
+
+def _shapes(row: Any) -> str:
+    sides = dict.fromkeys(str(state) for state in (row.base, row.target) if state is not None)
+    return " to ".join(sides)
 
 
 @click.command(epilog=_CHECKPOINT_HELP)

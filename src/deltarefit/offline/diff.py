@@ -97,7 +97,7 @@ class _Comparison:
             found.new_digests.append(digest(new, (piece.digest_piece,)))
             found.sent.append(0 if item is None else item.count)
             if item is not None:
-                items.append(_detached(item, new))
+                items.append(detached(item, new))
         if not items:
             return found
         data = encode_items(items, first_slice=unit.first, plan=self.plan)
@@ -246,7 +246,7 @@ def _plan_digest(old: Checkpoint, new: Checkpoint, encoding: Encoding) -> str:
     return state.hexdigest()
 
 
-def _detached(item: CodedItem, scratch_words: Words) -> CodedItem:
+def detached(item: CodedItem, scratch_words: Words) -> CodedItem:
     """The item with planes of its own: a dense plane of single-byte words may be a view of memory that the next slice fills."""
     if not any(np.may_share_memory(plane, scratch_words) for plane in item.value_planes):
         return item
