@@ -11,7 +11,7 @@ from deltarefit import kernels  # noqa: E402
 from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.integrations.torch import torch_adapter  # noqa: E402
-from deltarefit.integrations.torch.local import clean_name  # noqa: E402
+from deltarefit.integrations.torch.local import clean_name, host_copy  # noqa: E402
 from deltarefit.pieces import merge_pieces  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -159,3 +159,11 @@ def test_extra_state_of_a_module_is_not_a_tensor_of_the_policy():
             del state
 
     assert list(torch_adapter(WithState(2, 2)).catalog()) == ["bias", "weight"]
+
+
+def test_shards_on_an_accelerator_are_copied_to_the_host():
+    """The copying path, on the host: there is no accelerator here."""
+    part = torch.arange(5, dtype=torch.bfloat16)
+    words = host_copy(part)
+    assert np.array_equal(words, logical_words(part))
+    assert not np.shares_memory(words, logical_words(part))

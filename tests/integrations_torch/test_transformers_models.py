@@ -67,6 +67,17 @@ def test_catalog_and_bits_are_those_of_save_pretrained(architecture, tmp_path):
     assert all(np.array_equal(words[name], expected[name]) for name in manifest)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "nemotron_h_moe"])
+def test_a_model_that_was_loaded_gives_back_the_names_it_was_loaded_from(architecture, tmp_path):
+    """transformers remembers in the model how its checkpoint was converted."""
+    import transformers
+
+    manifest, expected = saved(tiny_model(architecture), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    words, _ = rebuild([open_source(torch_adapter(model, manifest=manifest), LocalCollective(), ONE_THREAD)])
+    assert all(np.array_equal(words[name], expected[name]) for name in manifest)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_ranks_own_every_element_once(world_size, tmp_path):
     models = [tiny_model("qwen3_moe") for _ in range(world_size)]

@@ -371,3 +371,17 @@ def test_padding_without_a_piece_is_neither_compared_nor_counted():
     padded[20:] = 9
     assert emitted(owner, tensor) == []
     assert owner.stats.num_owned == 20
+
+
+def test_changes_are_counted_although_most_of_the_tensor_is_sent_whole():
+    tensor = spec("w", (400,))
+    words = random_words(tensor)
+    owner = owner_of(tensor, words)
+    words[:390] ^= 0x0101
+    (bucket,) = owner.build(plan_for(tensor), MIXED)
+    assert bucket.items[0].count == owner.stats.num_emitted
+    assert owner.stats.num_changed == 390
+    owner.commit()
+    words[17] ^= 1
+    assert emitted(owner, tensor) == [17]
+    assert owner.stats.num_changed == 1

@@ -17,7 +17,7 @@ from deltarefit.source.conversion import check_dependencies
 from deltarefit.testing.collective import run_ranks
 
 MIXED, OVERWRITE = EncodingMode.MIXED, EncodingMode.OVERWRITE
-ONE_THREAD = SourceSettings(scan_threads=1, check_replicas="never")
+ONE_THREAD = SourceSettings(scan_threads=1, check_replicas=False)
 
 
 # --- which tensors must be converted ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,31 @@ from deltarefit import kernels
 from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, merge_pieces
-from deltarefit.records import CodedItem, Encoding
+from deltarefit.records import CodedItem, Encoding, LocationForm
 from deltarefit.source.task import ConversionTask
 
-__all__ = ["SourceBaseline", "TaskTracker", "allocate"]
+__all__ = ["SourceBaseline", "TaskTracker", "TrackerScan", "allocate", "count_changed"]
 
 _ALIGNMENT = 64  # a cache line, and the widest vector of the scan kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrackerScan:
+    """What a scan of one task found."""
+
+    items: tuple[CodedItem, ...]
+    """One per group of pieces that has something to send."""
+    change: TensorDigest
+    """What the candidate adds to the digest of the task."""
+    num_changed: int
+    """Elements whose bits differ."""
+
+
+def count_changed(item: CodedItem, storage: Words, committed: Words, pieces: Sequence[Piece]) -> int:
+    """Elements of a group that differ. The item says so, unless it was sent whole because most of it changed."""
+    if item.location_form is not LocationForm.RUN or item.count < committed.size:
+        return item.count
+    return int(np.count_nonzero(kernels.gather(storage, pieces) != committed))
 
 
 class TaskTracker:
@@ -48,17 +68,19 @@ class TaskTracker:
         storage = self.task.words()
         self.digest = sum((kernels.digest(storage, group) for group in self.groups), TensorDigest())
 
-    def scan(self, encoding: Encoding, *, everything: bool = False) -> tuple[tuple[CodedItem, ...], TensorDigest]:
-        """Compare storage with the committed words: an item per group that changed, and the change of the digest."""
+    def scan(self, encoding: Encoding, *, everything: bool = False) -> TrackerScan:
+        """Compare storage with the committed words: an item per group that changed, or per group if ``everything`` is sent."""
         storage = self.task.words()
         items: list[CodedItem] = []
         change = TensorDigest()
+        num_changed = 0
         for pieces, committed in zip(self.groups, self._words, strict=True):
             result = kernels.scan(self.task.spec, storage, committed, pieces, encoding, everything=everything)
             change = change + result.digest_change
             if result.item is not None:
                 items.append(result.item)
-        return tuple(items), change
+                num_changed += count_changed(result.item, storage, committed, pieces)
+        return TrackerScan(tuple(items), change, num_changed)
 
     def overwrite(self) -> None:
         """Copy the storage over the committed words: absolute, so it may be repeated. The digest is the caller's to update."""

@@ -180,12 +180,12 @@ class Owner:
         for tracker in chunk:
             task = tracker.task
             encoding = plan.encoding(task.spec.name, mode)
-            items, change = tracker.scan(encoding)
-            self._direct.pin(tracker, change)
-            num_changed = sum(item.count for item in items)
+            scanned = tracker.scan(encoding)
+            self._direct.pin(tracker, scanned.change)
+            items = scanned.items
             if task.spec.name in plan.dense:
-                items, _ = tracker.scan(encoding, everything=True)
-            found.append(_Scanned(items, num_changed, task.num_elements, task.nbytes))
+                items = tracker.scan(encoding, everything=True).items
+            found.append(_Scanned(items, scanned.num_changed, task.num_elements, task.nbytes))
         return found
 
 

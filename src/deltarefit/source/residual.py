@@ -16,7 +16,7 @@ from deltarefit.pieces import Piece, whole
 from deltarefit.plan import RefitPlan
 from deltarefit.records import CodedItem, Encoding
 from deltarefit.source.assembly import assemble, decode_parts, encode_parts
-from deltarefit.source.baseline import allocate
+from deltarefit.source.baseline import allocate, count_changed
 from deltarefit.source.buckets import cut_into_chunks
 from deltarefit.source.collective import Collective, together
 from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, check_dependencies, required_tensors
@@ -87,8 +87,8 @@ class ResidualBaseline:
                 "'deltarefit abort'"
             )
         held.change, held.overwrite = found.digest_change, found.item
-        num_changed = found.item.count if found.item is not None else 0
         item = found.item
+        num_changed = 0 if item is None else count_changed(item, words, held.words, _pieces(spec))
         if everything or (item is not None and encoding is not Encoding.OVERWRITE):
             item = kernels.scan(spec, words, held.words, _pieces(spec), encoding, everything=everything).item
         return Converted(spec, () if item is None else (item,), num_changed)
@@ -213,9 +213,9 @@ class ResidualStage:
         for chunk in self._watched.over_chunks(
             lambda trackers: [(tracker, tracker.scan(Encoding.OVERWRITE)) for tracker in trackers]
         ):
-            for tracker, (items, change) in chunk:
-                self._watched.pin(tracker, change)
-                if items:
+            for tracker, scanned in chunk:
+                self._watched.pin(tracker, scanned.change)
+                if scanned.items:
                     changed.add(tracker.task.spec.name)
         return changed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from deltarefit.errors import RejectedError
 
@@ -26,8 +25,9 @@ class SourceSettings:
     """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
     baseline_directory: Path | None = None
     """Where to memory-map the baseline; None keeps it in anonymous host memory. The file has no name and leaves nothing."""
-    check_replicas: Literal["never", "start", "always"] = "start"
-    """When copies of a shard are compared bit for bit: a read of all weights that the rank holds (checklist P015)."""
+    check_replicas: bool = True
+    """Whether copies of a shard are compared bit for bit at the start, which reads all weights that the rank holds (checklist
+    P015). ``Source.check_replicas`` does it again at any time."""
     verify_candidate: bool = True
     """Whether commit first proves, at the price of one more scan, that the candidate is still the one that was sent."""
 

@@ -28,12 +28,23 @@ class Source:
     catalog: Catalog
     tasks: tuple[ConversionTask, ...]
     """Every shard this rank holds, in key order."""
+    sources: tuple[ConversionTask, ...]
+    """Every shard it holds of what residual tensors are computed from."""
     owner: Owner
     residual_names: frozenset[str]
     """Canonical tensors that are computed rather than rearranged. The paper sends them as overwrites (4.3); their old bits are
     at hand here, so any encoding that the plan names is exact."""
     fingerprint: str
     """32 hex digits over this rank's catalog, shards and replica sets: it changes when names, shapes or layout do."""
+
+    def check_replicas(self, collective: Collective) -> None:
+        """Compare all copies bit for bit, now. Every rank must call it between steps; it reads all weights.
+
+        Raises:
+            RejectedError: copies differ; the text names tensors and ranks.
+        """
+        self.adapter.barrier()
+        audit_replicas((*self.tasks, *self.sources), collective)
 
 
 def open_source(adapter: SourceAdapter, collective: Collective, settings: SourceSettings | None = None) -> Source:
@@ -57,11 +68,11 @@ def open_source(adapter: SourceAdapter, collective: Collective, settings: Source
     )
     audit_coverage(catalog, owned, collective, residual=residual_names)
     adapter.barrier()
-    if settings.check_replicas != "never":
+    if settings.check_replicas:
         audit_replicas((*tasks, *sources), collective)
     stage = ResidualStage(converter, sources, collective, settings) if converter is not None else None
     owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings, stage))
-    return Source(adapter, catalog, tasks, owner, residual_names, _fingerprint(catalog, tasks))
+    return Source(adapter, catalog, tasks, sources, owner, residual_names, _fingerprint(catalog, tasks))
 
 
 def _sorted(tasks: Sequence[ConversionTask]) -> tuple[ConversionTask, ...]:

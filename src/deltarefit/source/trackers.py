@@ -89,7 +89,7 @@ class TrackerSet:
     def _verify(self, chunk: Chunk) -> None:
         for tracker in chunk:
             if tracker in self._changes and tracker not in self._verified:
-                if tracker.scan(Encoding.OVERWRITE)[1] != self._changes[tracker]:
+                if tracker.scan(Encoding.OVERWRITE).change != self._changes[tracker]:
                     raise moved(tracker.task)
                 self._verified.add(tracker)
 

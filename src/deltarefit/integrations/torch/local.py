@@ -126,13 +126,18 @@ class LocalTensor:
         """
         tensor = self.live()
         part = tensor.as_strided((count,), (1,), first).to(dtype)
-        if tensor.device.type == "cpu":
-            start = part.storage_offset()
-            return storage_words(part)[start : start + count]
-        # The allocator of pinned memory keeps freed blocks, so repeated scans reuse a few buffers.
-        host = torch.empty(count, dtype=dtype, pin_memory=tensor.device.type == "cuda")
-        host.copy_(part)
-        return storage_words(host)[:count]
+        if tensor.device.type != "cpu":
+            return host_copy(part)
+        start = part.storage_offset()
+        return storage_words(part)[start : start + count]
+
+
+def host_copy(part: torch.Tensor) -> Words:
+    """The words of a contiguous tensor on an accelerator, copied into pinned memory where there is such a thing."""
+    # The allocator of pinned memory keeps freed blocks, so repeated scans reuse a few buffers.
+    host = torch.empty(part.numel(), dtype=part.dtype, pin_memory=part.device.type == "cuda")
+    host.copy_(part)
+    return storage_words(host)[: part.numel()]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
