@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from deltarefit.canonical import DTYPE_NBYTES, Catalog
-from deltarefit.pieces import Cast, Piece
+from deltarefit.canonical import DTYPE_NBYTES, Catalog, TensorSpec
+from deltarefit.pieces import Cast, Piece, StridedView
 from deltarefit.placement.fit import split_ascending
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.overlap import Claim, colliding
@@ -51,10 +51,12 @@ def learn_loader(load_weights: LoadWeights, storages: StorageMap, catalog: Catal
     learned.reported = survey.reported
     by_name, learned.fills = _sort_writes(survey, learned)
     learned.writes = by_name
-    doubtful = _doubtful(survey, by_name, learned.fills)
+    doubtful = _doubtful(survey, by_name, learned.fills, catalog)
     for name, writes in by_name.items():
         if name not in doubtful and name not in learned.refused:
-            learned.homes[name] = _homes_of_views(name, writes)
+            learned.homes[name] = _homes_of_views(writes, catalog[name])
+            if any(write.source is not None and write.source.dtype != catalog[name].dtype for write in writes):
+                learned.indirect[name] = OpaqueWrites(tuple(writes), "it is copied as another dtype of the same bits")
     names = [name for name in catalog if name in doubtful and name not in learned.refused]
     resolved = resolve_by_probing(load_weights, storages, catalog, names, by_name, seed=seed)
     learned.homes.update(resolved.homes)
@@ -128,12 +130,12 @@ def _sort_writes(survey: Run, learned: LearnedLoader) -> tuple[dict[str, list[Wr
     return by_name, constants
 
 
-def _doubtful(survey: Run, by_name: dict[str, list[Write]], constants: list[Write]) -> set[str]:
+def _doubtful(survey: Run, by_name: dict[str, list[Write]], constants: list[Write], catalog: Catalog) -> set[str]:
     """Tensors whose placement the survey alone does not tell."""
     doubtful = {name for name in survey.changed_inputs if name in by_name}
     claims: list[Claim] = []
     for name, writes in by_name.items():
-        if any(_cast_of(write) is None for write in writes):
+        if any(_straight(write, catalog[name]) is None for write in writes):
             doubtful.add(name)
         claims += [Claim(name, write.storage.key, write.view, DTYPE_NBYTES[write.dtype]) for write in _distinct(writes)]
     claims += [Claim(f"\0{write.current}", write.storage.key, write.view, DTYPE_NBYTES[write.dtype]) for write in constants]
@@ -149,21 +151,45 @@ def _distinct(writes: Iterable[Write]) -> list[Write]:
     return list({(write.key, write.source): write for write in writes}.values())
 
 
-def _cast_of(write: Write) -> Cast | None:
-    """How a copy straight from a canonical view treats the bits; None if there is no such source, or values change."""
+def _straight(write: Write, spec: TensorSpec) -> Piece | None:
+    """A copy straight from a canonical view as a piece; None if there is no such source, or if values change.
+
+    A copy of equal dtypes moves bits, whatever it takes them for: views as bytes or as wider integers are counted in elements
+    of the canonical dtype.
+    """
     if write.kind is not WriteKind.COPY or write.source is None:
         return None
     if write.source.dtype == write.dtype:
-        return Cast.SAME
-    return Cast.WIDEN if (write.source.dtype, write.dtype) == ("BF16", "F32") else None
+        source = in_units(write.source.view, DTYPE_NBYTES[write.dtype], spec.element_nbytes)
+        target = in_units(write.view, DTYPE_NBYTES[write.dtype], spec.element_nbytes)
+        return None if source is None or target is None else Piece(source, target)
+    if (spec.dtype, write.source.dtype, write.dtype) == ("BF16", "BF16", "F32"):
+        return Piece(write.source.view, write.view, Cast.WIDEN)
+    return None
 
 
-def _homes_of_views(name: str, writes: list[Write]) -> tuple[Home, ...]:
+def _homes_of_views(writes: list[Write], spec: TensorSpec) -> tuple[Home, ...]:
     grouped: dict[tuple[str, int], tuple[ModelStorage, list[Piece]]] = {}
     for write in _distinct(writes):
-        source, cast = write.source, _cast_of(write)
-        if source is None or cast is None:
-            raise LookupError(f"{name}: a copy without a canonical source")
-        pieces = split_ascending(Piece(source.view, write.view, cast))
-        grouped.setdefault((write.storage.key, DTYPE_NBYTES[write.dtype]), (write.storage, []))[1].extend(pieces)
+        piece = _straight(write, spec)
+        if piece is None:
+            raise LookupError(f"{spec.name}: a copy that is not straight")
+        width = DTYPE_NBYTES[write.dtype] if piece.cast is Cast.WIDEN else spec.element_nbytes
+        grouped.setdefault((write.storage.key, width), (write.storage, []))[1].extend(split_ascending(piece))
     return group_homes(grouped)
+
+
+def in_units(view: StridedView, width: int, unit: int) -> StridedView | None:
+    """A view of elements of ``width`` bytes as one of elements of ``unit`` bytes; None if it cuts them."""
+    if width == unit:
+        return view
+    if width > unit:
+        ratio = width // unit
+        return StridedView(view.offset * ratio, (*view.shape, ratio), (*(step * ratio for step in view.stride), 1))
+    ratio = unit // width
+    steps = view.stride[:-1]
+    is_whole = bool(view.shape) and view.stride[-1] == 1 and not any(n % ratio for n in (view.offset, view.shape[-1], *steps))
+    if not is_whole:
+        return None
+    shape = (*view.shape[:-1], view.shape[-1] // ratio)
+    return StridedView(view.offset // ratio, shape, (*(step // ratio for step in steps), 1))

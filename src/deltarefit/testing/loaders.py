@@ -407,6 +407,12 @@ LOADERS: Mapping[str, Callable[[], ToyCase]] = {
         (BF16, (8, 3)), (BF16, (8, 3)), _through("w", lambda w: w.view(2, 4, 3).transpose(0, 1).reshape(8, 3))
     ),
     "flipped rows": lambda: _single(_MATRIX, _MATRIX, _through("w", lambda w: w.flip(0))),
+    "copied as bytes": lambda: _single(
+        _MATRIX, _MATRIX, lambda m, w: void(m.w.data.untyped_storage().copy_(w.untyped_storage()))
+    ),
+    "copied as wider integers": lambda: _single(
+        _MATRIX, _MATRIX, lambda m, w: void(m.w.data.view(torch.int32).copy_(w.view(torch.int32)))
+    ),
     "even and odd columns": lambda: _single((BF16, (5, 6)), (BF16, (5, 6)), _even_and_odd_columns),
     "written twice with the same elements": lambda: _single((BF16, (6, 3)), (BF16, (6, 3)), _overlapping_rows),
     "written twice with different elements": lambda: _single((BF16, (6, 3)), (BF16, (6, 3)), _conflicting_rows),
