@@ -26,12 +26,16 @@ from deltarefit.runtime.coordinator import Coordinator
 from deltarefit.runtime.driving import drive
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.messages import Failure, decode_message, encode_message
+from deltarefit.runtime.names import COORDINATOR
+from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
 from deltarefit.runtime.refit_state import Outcome, Session
 from deltarefit.runtime.report import RefitReport, stage_seconds
 from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.runtime.trace_bounds import lower_bounds
+from deltarefit.runtime.trace_clock import TimeAxis, boot_id, on_axis
 from deltarefit.source import Collective, SourceAdapter, SourceSettings, open_source, together
 from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, open_run
 
@@ -80,16 +84,21 @@ class Publisher:
         self.settings = settings or PublisherSettings()
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
+        self._own_collective: Any = None
         if adapter is None or collective is None:
             integration = source_integration(model)
-            collective = collective or integration.default_collective()
+            if collective is None:
+                collective = self._own_collective = integration.default_collective(timeout_s=self.settings.group_timeout_s)
             adapter = adapter or integration.source_adapter(model, collective=collective)
         self._collective = collective
         self._source = open_source(adapter, collective, _source_settings(self.settings))
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
+        self._axis = TimeAxis(boot_id())
         log = EventLog(self._clock, f"owner {collective.rank}")
+        self._observers = Observers(self.settings, log.where, self._clock, serves_metrics=collective.rank == 0)
+        self._observers.watch(log)
         worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, clock=self._clock, key=key)
-        self._owners = OwnerGroup(worker, collective)
+        self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
         self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
         self._session: Session | None = None
@@ -128,8 +137,12 @@ class Publisher:
         """Give the run back. Receivers keep serving the committed version."""
         hold, self._hold, self._session = self._hold, None, None
         self._is_closed = True
+        self._observers.close()
         if hold is not None:
             hold.release()
+        own, self._own_collective = self._own_collective, None
+        if hasattr(own, "close"):
+            own.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +171,9 @@ class Publisher:
         digests = sum_digests(self._initial)
         hold = RunHold(self._store, self._source.catalog, digests, settings=self.settings, clock=self._clock, ids=self._ids)
         try:
-            session = hold.session(self._owners, self._collective.world_size, digests, EventLog(self._clock, "coordinator"))
+            log = EventLog(self._clock, COORDINATOR)
+            self._observers.watch(log)
+            session = hold.session(self._owners, self._collective.world_size, digests, log, self._axis)
             if not hold.is_new:
                 self._end_unfinished(session, hold.state, alone=True)
                 session.begin(hold.take_over_baseline())
@@ -227,6 +242,7 @@ class Publisher:
         if hold is None or session is None:
             raise RejectedError("refit without a run; make a new Publisher")
         hold.ensure_may_act()
+        self._axis.forget()
         state = self._record(session)
         self._end_unfinished(session, state, alone=False)
         self._await_receivers(session)
@@ -279,8 +295,10 @@ class Publisher:
                 raise CommitConflictError(f"another coordinator owns {self._store.url}: {causes}; stop this trainer")
 
     def _report(self, session: Session, outcome: Outcome, finish: commands.Finish) -> RefitReport:
-        happened: list[StageEvent] = [*outcome.events, *session.log.drain()]
-        return RefitReport(
+        shifts = session.axis.shifts()
+        reported: list[StageEvent] = [*outcome.events, *session.log.drain()]
+        happened = on_axis(reported, shifts)
+        report = RefitReport(
             policy_version=finish.record.policy_version,
             attempts=finish.num_attempts,
             changed_elements=outcome.changed_elements,
@@ -296,7 +314,12 @@ class Publisher:
             receivers=tuple(outcome.receivers),
             covered=outcome.covered,
             failures=finish.causes,
+            bounds=lower_bounds(happened),
+            pause_s=stage_seconds(happened).get("pause", 0.0),
+            cross_nbytes=sum(event.nbytes for event in happened if event.stage == "fetch"),
         )
+        self._observers.refit(report, reported, shifts)
+        return report
 
 
 def _source_settings(settings: PublisherSettings) -> SourceSettings:

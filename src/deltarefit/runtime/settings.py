@@ -13,7 +13,7 @@ import msgspec
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["PublisherSettings", "ReceiverAgentSettings", "parse_nbytes"]
+__all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings", "parse_nbytes"]
 
 _UNITS = {
     "": 1,
@@ -71,7 +71,19 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return cls.from_mapping(values)
 
 
-class PublisherSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ObservationSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a process tells what it does, beside the report. All of it is off by default."""
+
+    event_directory: str = ""
+    """Where to append every stage that ran as a JSON line, in a file named after the process. Rank 0's file gets the events of
+    all processes of a refit; ``deltarefit trace`` makes a trace for Perfetto of it."""
+    metrics_address: str = ""
+    """``host:port`` on which to answer ``GET /metrics`` in Prometheus' format. On training ranks, only the first serves it."""
+    opentelemetry: bool = False
+    """Write every stage as a span of the application's tracer; needs ``deltarefit[otel]``."""
+
+
+class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The training side. All ranks must be given the same."""
 
     min_receivers: int = 1
@@ -82,6 +94,9 @@ class PublisherSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_o
     """How long any receiver may take to answer one call, applying an attempt's payloads included."""
     request_timeout_s: float = 60.0
     """How long receivers wait for running requests when the request gate closes (checklist D09)."""
+    group_timeout_s: float = 1800.0
+    """How long training ranks wait for each other inside a refit before they take one for dead. Rank 0 may be waiting for
+    receivers meanwhile, so it is longer than ``join_timeout_s``."""
     lease_s: float = 10.0
     """A coordinator or receiver that showed no sign of life for so long may be replaced."""
     max_attempts: int = 5
@@ -102,8 +117,21 @@ class PublisherSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_o
     baseline_directory: str = ""
     """Where to memory-map the baseline; empty keeps it in memory."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot work together."""
+        if self.group_timeout_s <= max(self.join_timeout_s, self.reply_timeout_s):
+            raise RejectedError(
+                f"group_timeout_s {self.group_timeout_s:g}: expected more than join_timeout_s ({self.join_timeout_s:g}) and "
+                f"reply_timeout_s ({self.reply_timeout_s:g}), as the other ranks wait while rank 0 waits for receivers"
+            )
+        if self.lease_s <= 0 or self.max_attempts < 1 or self.min_receivers < 0:
+            raise RejectedError(
+                f"lease_s {self.lease_s:g}, max_attempts {self.max_attempts}, min_receivers {self.min_receivers}"
+                ": expected a lease longer than 0, at least one attempt, and no negative number of receivers"
+            )
 
-class ReceiverAgentSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rollout side."""
 
     join_timeout_s: float = 600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +57,11 @@ class TorchCollective:
 
     def barrier(self) -> None:
         self._guarded("barrier", lambda: self._dist.barrier(group=self._group))
+
+    def close(self) -> None:
+        """Give up a group that was made for this object; the default group stays."""
+        if self._group is not None:
+            self._dist.destroy_process_group(self._group)
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
@@ -114,13 +120,19 @@ class TorchCollective:
             ) from error
 
 
-def default_collective() -> Collective:
-    """The default process group where there is one, else a world of one rank."""
+def default_collective(timeout_s: float | None = None) -> Collective:
+    """The default process group where there is one, else a world of one rank.
+
+    With ``timeout_s`` a group of its own on the CPU (gloo), in which a call that a dead or frozen rank holds up fails after so
+    long: NCCL's watchdog would end the whole process while rank 0 waits for receivers. Every rank must then call this.
+    """
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
+        return LocalCollective()
+    if timeout_s is None:
         return TorchCollective()
-    return LocalCollective()
+    return TorchCollective(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
 
 def _check_lengths(sizes: list[int]) -> None:
