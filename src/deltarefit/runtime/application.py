@@ -37,7 +37,7 @@ from deltarefit.protocol import (
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.engine import EngineDriver
-from deltarefit.runtime.events import EventLog
+from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.transport import Manifest, PayloadEntry, PayloadSource, RunStore, read_manifest
 
 __all__ = ["Application"]
@@ -78,6 +78,8 @@ class Application:
         self._may_act = may_act
         self._revision = 0
         self._must_shut = False
+        self._closed_s: float | None = None
+        """Since when the gate has been closed in the transition at hand."""
         self._must_drop = False
         """Caches may stem from weights that were written over."""
         self._manifest = Manifest("")
@@ -141,6 +143,7 @@ class Application:
             DeadlineError: requests did not end.
         """
         if self.reception.close_gate(attempt):
+            self._closed_s = self._log.now_s() if self._closed_s is None else self._closed_s
             self._engine.close_gate(request_timeout_s)
             self._must_shut = False
             self.reception.open_apply(attempt)
@@ -231,6 +234,9 @@ class Application:
         if not self.reception.reopen_gate(attempt, record):
             return False
         self._engine.reopen_gate()
+        if self._closed_s is not None:
+            self._log.add(StageEvent("pause", self._log.where, attempt, self._closed_s, self._log.now_s()))
+        self._closed_s = None
         return True
 
     def shut(self) -> None:
@@ -238,6 +244,7 @@ class Application:
         resident = replace(self.reception.resident, fenced="", is_gate_closed=True)
         self.reception = Reception(self._receiver, resident=resident)
         self.failure = None
+        self._closed_s = None
         self._must_shut = True
         self.keep_shut()
 
@@ -340,6 +347,8 @@ class Application:
         known = error if isinstance(error, RefitError) else AttemptFailedError(f"{type(error).__name__}: {error}")
         if not isinstance(error, RefitError):
             _LOG.exception("receiver %s: %s failed", self._receiver, self.attempt)
+        if self.failure is None:
+            self._log.failed(self.attempt or "", str(known))
         self.failure = self.failure or known
         if self.attempt is not None:
             self.reception.fail(self.attempt, str(known))

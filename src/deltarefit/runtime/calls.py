@@ -24,6 +24,7 @@ from deltarefit.runtime.messages import (
     decode_message,
     encode_message,
 )
+from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Mailbox
 
 __all__ = ["Answer", "Caller", "PendingCall"]
@@ -48,6 +49,8 @@ class PendingCall:
         self.asked = asked
         self.deadline = deadline
         self.answers: dict[ReceiverId, Answer] = {}
+        self.asked_s: dict[ReceiverId, float] = {}
+        """When each was asked."""
 
     @property
     def missing(self) -> list[ReceiverId]:
@@ -91,8 +94,9 @@ class Caller:
         epoch: int,
         life_s: float,
         activity: Activity,
+        axis: TimeAxis,
     ) -> None:
-        """``life_s``: how often to look at signs of life while waiting."""
+        """``life_s``: how often to look at signs of life while waiting. ``axis`` learns how receivers' clocks stand."""
         self._mailbox = mailbox
         self._members = members
         self._clock = clock
@@ -100,6 +104,7 @@ class Caller:
         self._epoch = epoch
         self._life_s = life_s
         self._activity = activity
+        self._axis = axis
         self._count = 0
         self._pending: dict[str, PendingCall] = {}
         self._broken: dict[tuple[ReceiverId, str], tuple[AttemptId, RefitError]] = {}
@@ -115,6 +120,7 @@ class Caller:
         self._pending[name] = pending
         for receiver in sorted(by_receiver):
             call = Call(name, self._epoch, by_receiver[receiver].membership.incarnation, bodies[receiver])
+            pending.asked_s[receiver] = self._clock.monotonic_s()
             self._mailbox.post(receiver, encode_message(call))
         return pending
 
@@ -177,6 +183,7 @@ class Caller:
         mails = self._mailbox.take(timeout_s if wake is None else 0.0)
         if wake is not None and not mails:
             wake.wait(min(timeout_s, _WAKE_S))
+        taken_s = self._clock.monotonic_s()
         for mail in mails:
             try:
                 reply = decode_message(mail.data, Reply, sender=mail.sender)
@@ -188,5 +195,8 @@ class Caller:
                 why = reply.body.failure.error(f"receiver {receiver}")
                 self._broken[receiver, reply.incarnation] = (AttemptId(reply.body.attempt), why)
             elif (pending := self._pending.get(reply.name)) is not None:
+                if reply.clock is not None and receiver in pending.asked_s:
+                    asked_s = pending.asked_s[receiver]
+                    self._axis.observe(f"receiver {receiver}", asked_s=asked_s, reading=reply.clock, answered_s=taken_s)
                 pending.take(receiver, reply)
         self._mailbox.acknowledge(*(mail.key for mail in mails))

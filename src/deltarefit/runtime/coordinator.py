@@ -138,6 +138,8 @@ class Coordinator:
         schedule = Schedule(session, self._bound, self.outcome, starts_transition=self._num_schedules == 0)
         self._num_schedules += 1
         event = schedule.run()
+        if isinstance(event, events.AttemptFailed):
+            session.log.failed(self._bound.attempt, event.reason)
         self.abort = self.abort or schedule.abort
         return event
 
@@ -183,6 +185,8 @@ class Coordinator:
         with session.log.stage("finish", attempt):
             answers = session.caller.ask(concerned.values(), body, session.settings.reply_timeout_s)
         retired = frozenset(receiver for receiver, answer in answers.items() if not isinstance(answer, messages.Done))
+        for answer in answers.values():
+            self.outcome.events.extend(answer.events if isinstance(answer, messages.Done) else ())
         for receiver in retired:
             session.distrust(concerned[receiver].identity)
         return retired

@@ -5,6 +5,7 @@ The report, and later JSON lines and traces, are made from it; nothing else meas
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,13 @@ from deltarefit.runtime.clock import Clock
 
 __all__ = ["STAGES", "EventLog", "StageEvent", "union_s"]
 
-STAGES = ("prepare", "scan", "encode", "send", "fetch", "apply", "verify", "flush", "commit", "baseline", "finish", "stop")
-"""In the order in which a refit passes through them. ``stop`` only occurs after a failure."""
+_LOG = logging.getLogger(__name__)
+STAGES = (
+    "prepare", "scan", "encode", "send", "fetch", "decode", "apply", "verify", "flush", "commit", "baseline", "finish", "stop",
+    "pause",
+)  # fmt: skip
+"""In the order in which a refit passes through them. ``stop`` only occurs after a failure; ``pause`` is the time during which a
+receiver's request gate was closed, and overlaps the others."""
 
 
 class StageEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +48,24 @@ class EventLog:
         self._lock = threading.Lock()
         self._events: list[StageEvent] = []
         self._listeners: list[Callable[[StageEvent], None]] = []
+        self._failure_listeners: list[Callable[[str, str], None]] = []
 
     def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
         with self._lock:
             self._listeners.append(listener)
+
+    def subscribe_failures(self, listener: Callable[[str, str], None]) -> None:
+        """``listener(attempt, reason)`` hears of every attempt that failed here."""
+        with self._lock:
+            self._failure_listeners.append(listener)
+
+    def failed(self, attempt: str, reason: str) -> None:
+        """An attempt failed here; say so in the log, and to those who asked."""
+        _LOG.warning("%s: attempt %s failed: %s", self._where, attempt, reason)
+        with self._lock:
+            listeners = tuple(self._failure_listeners)
+        for listener in listeners:
+            listener(attempt, reason)
 
     def add(self, event: StageEvent) -> None:
         with self._lock:
@@ -53,6 +73,15 @@ class EventLog:
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener(event)
+
+    @property
+    def where(self) -> str:
+        """The name of this process in its events."""
+        return self._where
+
+    def now_s(self) -> float:
+        """The time that an event of this moment would carry."""
+        return self._clock.monotonic_s()
 
     @contextmanager
     def stage(self, stage: str, attempt: str, *, nbytes: int = 0, payload: str = "") -> Iterator[None]:

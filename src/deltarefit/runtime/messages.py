@@ -21,6 +21,7 @@ from deltarefit.errors import (
 )
 from deltarefit.protocol import CommitRecord
 from deltarefit.runtime.events import StageEvent
+from deltarefit.runtime.trace_clock import ClockReading
 
 __all__ = [
     "Broken",
@@ -166,7 +167,9 @@ class Completed(_Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(_Message, frozen=True, forbid_unknown_fields=True):
-    """Done, and nothing to tell."""
+    """Done, and nothing to tell but what ran meanwhile."""
+
+    events: tuple[StageEvent, ...] = ()
 
 
 class Broken(_Message, frozen=True, forbid_unknown_fields=True):
@@ -199,6 +202,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: str
     """Of the receiver that answers."""
     body: ReplyBody
+    clock: ClockReading | None = None
+    """Places the receiver's events on the coordinator's time axis."""
 
 
 class EngineSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from deltarefit.errors import OperatorRequiredError, TransportError
+from deltarefit.runtime.clock import Clock
 from deltarefit.runtime.owner_worker import (
     Build,
     Command,
@@ -15,6 +16,7 @@ from deltarefit.runtime.owner_worker import (
     ReleaseAttempt,
     StopSending,
 )
+from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.source import Collective
 
 __all__ = ["OwnerGroup", "OwnersLostError"]
@@ -27,8 +29,11 @@ class OwnersLostError(OperatorRequiredError):
 class OwnerGroup:
     """Rank 0 commands; the other ranks follow until the transition ends. Every rank must enter each refit together."""
 
-    def __init__(self, worker: OwnerWorker, collective: Collective) -> None:
+    def __init__(self, worker: OwnerWorker, collective: Collective, *, clock: Clock, axis: TimeAxis) -> None:
+        """``axis`` learns how the other ranks' clocks stand to this one's."""
         self.is_lost = False
+        self._clock = clock
+        self._axis = axis
         self._worker = worker
         self._collective = collective
 
@@ -38,12 +43,18 @@ class OwnerGroup:
         Raises:
             OwnersLostError: the training job's group is broken.
         """
+        asked_s = self._clock.monotonic_s()
         try:
             self._collective.broadcast(msgspec.msgpack.encode(command))
-            return self._gather(self._worker.execute(command))
+            replies = self._gather(self._worker.execute(command))
         except TransportError as error:
             self.is_lost = True
             raise lost(error) from error
+        answered_s = self._clock.monotonic_s()
+        for reply in replies:
+            if reply.clock is not None and reply.owner != self._worker.owner:
+                self._axis.observe(f"owner {reply.owner}", asked_s=asked_s, reading=reply.clock, answered_s=answered_s)
+        return replies
 
     def demand(self, command: Command) -> list[OwnerReply]:
         """``command``, but raise the first failure.

@@ -21,6 +21,7 @@ from deltarefit.records import Bucket
 from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.messages import Failure, OwnerMarker
+from deltarefit.runtime.trace_clock import ClockReading, boot_id
 from deltarefit.source import Owner
 from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore, keys
 
@@ -90,6 +91,7 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: dict[str, str] = {}
     """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
     events: tuple[StageEvent, ...] = ()
+    clock: ClockReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class OwnerWorker:
         self._events = events
         self._clock = clock
         self._key = key
+        self._boot = boot_id()
 
     @property
     def owner(self) -> OwnerId:
@@ -126,11 +129,13 @@ class OwnerWorker:
 
     def execute(self, command: Command) -> OwnerReply:
         """Do it and say what came of it."""
+        received_s = self._clock.monotonic_s()
         try:
             reply = self._dispatch(command)
         except Exception as error:  # the coordinator decides what an owner's failure means
             reply = OwnerReply(int(self.owner), Failure.of(error))
-        return msgspec.structs.replace(reply, events=tuple(self._events.drain()))
+        clock = ClockReading(received_s, self._clock.monotonic_s(), self._boot)
+        return msgspec.structs.replace(reply, events=tuple(self._events.drain()), clock=clock)
 
     def _dispatch(self, command: Command) -> OwnerReply:
         match command:

@@ -298,6 +298,7 @@ class Publisher:
         shifts = session.axis.shifts()
         reported: list[StageEvent] = [*outcome.events, *session.log.drain()]
         happened = on_axis(reported, shifts)
+        spent_s = stage_seconds(happened)
         report = RefitReport(
             policy_version=finish.record.policy_version,
             attempts=finish.num_attempts,
@@ -307,7 +308,7 @@ class Publisher:
             payload_nbytes=outcome.payload_nbytes,
             sent_nbytes=outcome.sent_nbytes,
             checkpoint_nbytes=session.catalog.nbytes,
-            stage_s=stage_seconds(happened),
+            stage_s={stage: seconds for stage, seconds in spent_s.items() if stage != "pause"},
             refit_s=outcome.t1_s - outcome.t0_s,
             policy_digest=digest_of_digests(outcome.digests),
             audited=outcome.audited,
@@ -315,7 +316,7 @@ class Publisher:
             covered=outcome.covered,
             failures=finish.causes,
             bounds=lower_bounds(happened),
-            pause_s=stage_seconds(happened).get("pause", 0.0),
+            pause_s=spent_s.get("pause", 0.0),
             cross_nbytes=sum(event.nbytes for event in happened if event.stage == "fetch"),
         )
         self._observers.refit(report, reported, shifts)

@@ -22,6 +22,7 @@ from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.gate import LocalGate, RequestGate
 from deltarefit.runtime.messages import RunNotice, decode_message, encode_message
 from deltarefit.runtime.names import COORDINATOR
+from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.planning import summarise
 from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
@@ -68,6 +69,8 @@ class Receiver:
         self._control = control_plane(self._store, self._clock, ids)
         self._mailbox = Mailbox(self._store, self.name, clock=self._clock, nonce=nonce, settings=mail_settings(self._store))
         self._log = EventLog(self._clock, f"receiver {self.name}")
+        self._observers = Observers(self.settings, self._log.where, self._clock)
+        self._observers.watch(self._log)
         self._failure: RefitError | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -196,6 +199,7 @@ class Receiver:
         if thread is not None:
             thread.join(_CLOSE_S)
         self._presence.close()
+        self._observers.close()
         if thread is not None and thread.is_alive():
             raise DeadlineError(f"receiver {self.name}: its engine is still in a call after {_CLOSE_S:.0f} s")
         self._engine.close()
@@ -235,6 +239,7 @@ class Receiver:
             self._clock.sleep(_IDLE_S)
         self._desk.report_failure()
         self._desk.answer_flush()
+        self._observers.metrics.version(self.policy_version)
         if self._look_pace.is_due:
             self._look_at_run()
 

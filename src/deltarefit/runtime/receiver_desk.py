@@ -17,6 +17,7 @@ from deltarefit.runtime.engine import EngineDriver
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.messages import Call, Failure, Reply, decode_message, encode_message
 from deltarefit.runtime.presence import Presence
+from deltarefit.runtime.trace_clock import ClockReading, boot_id
 from deltarefit.transport import Mail, Mailbox, RunStore, keys
 
 __all__ = ["MAX_PLAN_NBYTES", "ReceiverDesk"]
@@ -54,6 +55,9 @@ class ReceiverDesk:
         self._request_timeout_s = request_timeout_s
         self._coordinator = ""
         self._flush: tuple[Mail, Call] | None = None
+        self._boot = boot_id()
+        self._received_s: dict[str, float] = {}
+        """When each call that is not answered yet was seen."""
         self._reported: AttemptId | None = None
 
     # --- mail -------------------------------------------------------------------------------------------------------
@@ -65,6 +69,7 @@ class ReceiverDesk:
             self._mailbox.acknowledge(mail.key)  # paper B.2: endpoints ignore what a replaced coordinator still sends
             return
         self.epoch = call.epoch
+        self._received_s[call.name] = self._log.now_s()
         self._coordinator = mail.sender
         self._presence.note(activity=_activity(call.body))
         if isinstance(call.body, messages.Flush):
@@ -104,11 +109,15 @@ class ReceiverDesk:
 
     def _drop_flush(self) -> None:
         if self._flush is not None:
-            self._mailbox.acknowledge(self._flush[0].key)
+            mail, call = self._flush
+            self._received_s.pop(call.name, None)
+            self._mailbox.acknowledge(mail.key)
             self._flush = None
 
     def _reply(self, mail: Mail, call: Call, body: messages.ReplyBody) -> None:
-        self._mailbox.post(mail.sender, encode_message(Reply(call.name, self._presence.shown.incarnation, body)))
+        now_s = self._log.now_s()
+        clock = ClockReading(self._received_s.pop(call.name, now_s), now_s, self._boot)
+        self._mailbox.post(mail.sender, encode_message(Reply(call.name, self._presence.shown.incarnation, body, clock)))
         self._mailbox.acknowledge(mail.key)
 
     def _outcome(self, call: Call) -> messages.ReplyBody:
@@ -143,6 +152,7 @@ class ReceiverDesk:
                 self._presence.show(policy_version=record.policy_version)
             case messages.ReopenGate(attempt=attempt, record=record):
                 self._reopen(AttemptId(attempt), record)
+                return messages.Done(tuple(self._log.drain()))
             case _:
                 raise RejectedError(f"receiver {self._name}: unexpected call {type(body).__name__}")
         return messages.Done()

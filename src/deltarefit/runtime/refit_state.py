@@ -17,6 +17,7 @@ from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.members import Member, Members
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import RunStore
 
 __all__ = ["BoundAttempt", "Identity", "Outcome", "Session"]
@@ -42,6 +43,8 @@ class Session:
     ids: IdSource
     settings: PublisherSettings
     log: EventLog
+    axis: TimeAxis
+    """How the clocks of owners and receivers stand to this process's."""
     activity: Activity
     ensure_may_act: Callable[[], None]
     """Raises CommitConflictError once another coordinator has the run."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from deltarefit.runtime.events import STAGES, StageEvent, union_s
+from deltarefit.runtime.trace_bounds import LowerBounds
 
 __all__ = ["RefitReport", "stage_seconds"]
 
@@ -40,6 +41,14 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     covered: str
     """What the audit covered on the receivers, in words: state outside parameters and buffers is never covered."""
     failures: tuple[str, ...] = ()
+    bounds: LowerBounds | None = None
+    """What construction, transport and application would have taken alone; ``bounds.binding`` names the longest."""
+    pause_s: float = 0.0
+    """How long the slowest receiver's request gate was closed."""
+    transport: str = "object_store"
+    """How the committed attempt's payloads travelled: ``object_store`` or ``relay``."""
+    cross_nbytes: int = 0
+    """Payload bytes that went to or were fetched by the rollout side, over all attempts: what crossed between the clusters."""
 
     @property
     def changed_fraction(self) -> float:

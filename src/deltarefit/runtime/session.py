@@ -31,6 +31,7 @@ from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.refit_state import Session
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.sweeping import sweep
+from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacon
 
 __all__ = ["MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings", "probe_record_store", "record_store"]
@@ -191,7 +192,9 @@ class RunHold:
         except RefitError as error:
             _LOG.warning("version %d is committed, but not announced yet: %s", state.record.policy_version, error)
 
-    def session(self, owners: OwnerGroup, num_owners: int, digests: Mapping[str, TensorDigest], log: EventLog) -> Session:
+    def session(
+        self, owners: OwnerGroup, num_owners: int, digests: Mapping[str, TensorDigest], log: EventLog, axis: TimeAxis
+    ) -> Session:
         """What a coordinator works with while this hold lasts."""
         members = Members(self.store, self._clock, self._lease)
         mailbox = Mailbox(
@@ -209,6 +212,7 @@ class RunHold:
             epoch=self.epoch,
             life_s=self._lease.renew_s / 2,
             activity=self.activity,
+            axis=axis,
         )
         return Session(
             store=self.store,
@@ -224,6 +228,7 @@ class RunHold:
             ids=self._ids,
             settings=self._settings,
             log=log,
+            axis=axis,
             activity=self.activity,
             ensure_may_act=self.ensure_may_act,
             policy_version=self.state.record.policy_version,

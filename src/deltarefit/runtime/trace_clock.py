@@ -59,7 +59,7 @@ class TimeAxis:
         self._shared: set[str] = set()
 
     def observe(self, where: str, *, asked_s: float, reading: ClockReading, answered_s: float) -> None:
-        """A request to ``where`` was posted at ``asked_s`` and its answer seen at ``answered_s``, on the clock of this process."""
+        """A request to ``where`` was posted at ``asked_s`` and its answer seen at ``answered_s``, on this process's clock."""
         low_s, high_s = reading.sent_s - answered_s, reading.received_s - asked_s
         with self._lock:
             before = self._bounds.get(where, (-math.inf, math.inf))
