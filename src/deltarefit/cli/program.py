@@ -20,6 +20,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("deltarefit.cli.offline", "verify"),
     "receiver": ("deltarefit.cli.receiver", "receiver"),
     "status": ("deltarefit.cli.status", "status"),
+    "abort": ("deltarefit.cli.abort", "abort"),
+    "doctor": ("deltarefit.cli.doctor", "doctor"),
     "bench": ("deltarefit.cli.bench", "bench"),
 }
 """Name to module and attribute. Order is the order of ``--help``."""

@@ -42,6 +42,7 @@ def receiver(*, run: str, engine: str, name: str | None, in_flight: str, key_fil
     """
     import importlib
 
+    from deltarefit.runtime.clock import SystemClock
     from deltarefit.runtime.receiver_agent import Receiver
     from deltarefit.runtime.settings import ReceiverAgentSettings
 
@@ -60,10 +61,12 @@ def receiver(*, run: str, engine: str, name: str | None, in_flight: str, key_fil
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    clock = SystemClock()
     version: int | None = None
     try:
+        agent.start()
         while not stopping:
-            agent.step(0.2)
+            clock.sleep(0.2)
             if agent.failure is not None:
                 raise agent.failure
             if agent.policy_version != version:
