@@ -23,6 +23,7 @@ from deltarefit.protocol import (
 )
 from deltarefit.protocol import commands as c
 from deltarefit.protocol import events as e
+from deltarefit.protocol.transition_memory import GIVES
 from deltarefit.protocol.transition_rules import signal_of
 
 BASE = CommitRecord(PolicyVersion(3), BaselineId("b3"))
@@ -347,7 +348,7 @@ def _explore() -> tuple[set[tuple[TransitionState, Signal]], dict[TransitionStat
                 continue
             commands = following.receive(event)
             assert following.state is NEXT_STATE[machine.state][signal]
-            assert len(commands) == (0 if signal is Signal.ABORT_NOTED else 1)
+            assert [type(command) for command in commands] == ([] if signal is Signal.ABORT_NOTED else [GIVES[following.state]])
             legal[machine.state].add(type(event))
             edges.add((machine.state, signal))
             if _key(following) not in seen:

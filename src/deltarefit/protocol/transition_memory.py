@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from deltarefit.errors import RefitError, RejectedError
@@ -11,7 +11,7 @@ from deltarefit.protocol import commands as c
 from deltarefit.protocol.record import CommitRecord
 from deltarefit.protocol.transition_table import TransitionState
 
-__all__ = ["IllegalEventError", "Memory", "TransitionSettings", "command_of"]
+__all__ = ["GIVES", "IllegalEventError", "Memory", "TransitionSettings", "command_of"]
 
 _S = TransitionState
 
@@ -64,6 +64,31 @@ class Memory:
 
 
 # ---------------------------------------------------------------------------------------------- what a state asks for
+
+GIVES: Mapping[TransitionState, type[c.Command]] = {
+    _S.OLD_FENCING: c.MarkObsolete,
+    _S.OLD_STOPPING: c.StopAndWait,
+    _S.OLD_READING: c.ReadCommit,
+    _S.OLD_DISCARDING: c.Cleanup,
+    _S.PREPARING: c.Prepare,
+    _S.RUNNING: c.RunSchedule,
+    _S.COMMITTING: c.Commit,
+    _S.READING: c.ReadCommit,
+    _S.UPDATING: c.UpdateBaselines,
+    _S.CLEANING: c.Cleanup,
+    _S.DROPPING: c.DropCaches,
+    _S.REOPENING: c.ReopenGate,
+    _S.CLOSING: c.CloseAttempt,
+    _S.FENCING: c.MarkObsolete,
+    _S.STOPPING: c.StopAndWait,
+    _S.DISCARDING: c.Cleanup,
+    _S.FORGETTING: c.CloseAttempt,
+    _S.BACKING_OFF: c.Backoff,
+    _S.ABORTING: c.RecordAbort,
+    _S.ASKING: c.AskOperator,
+    _S.ENDED: c.Finish,
+}
+"""The command that each state gives when it is entered, and whose answer it waits for."""
 
 
 def command_of(state: TransitionState, memory: Memory) -> c.Command:
