@@ -76,15 +76,19 @@ def _collisions(cluster: list[Claim]) -> set[tuple[str, str]]:
     unit = unit if all(claim.first_byte % unit == 0 for claim in cluster) else 1
     start = cluster[0].first_byte // unit
     end = max(claim.end_byte for claim in cluster) // unit + 1
-    painted = np.full(end - start, -1, dtype=np.int32)
+    layers: list[NDArray[Any]] = []
     pairs: set[tuple[str, str]] = set()
     for number, claim in enumerate(cluster):
-        cells = _cells(painted, claim, start, unit)
-        for other in np.unique(cells):
-            if other >= 0:
-                first, second = sorted((claim.owner, cluster[other].owner))
-                pairs.add((first, second))
-        cells[...] = number
+        free: NDArray[Any] | None = None
+        for layer in layers:
+            cells = _cells(layer, claim, start, unit)
+            others = [cluster[other].owner for other in np.unique(cells) if other >= 0]
+            pairs |= {(min(claim.owner, owner), max(claim.owner, owner)) for owner in others}
+            free = cells if free is None and not others else free
+        if free is None:  # one more layer than claims that lie over one another: usually one or two
+            layers.append(np.full(end - start, -1, dtype=np.int32))
+            free = _cells(layers[-1], claim, start, unit)
+        free[...] = number
     return pairs
 
 
