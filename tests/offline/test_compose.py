@@ -10,6 +10,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.kernels import apply_item, code_records
 from deltarefit.offline.compose import Changes
 from deltarefit.offline.grid import contiguous
+from deltarefit.payload.locations import check_disjoint
 from deltarefit.records import DeltaRecords, Encoding
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
@@ -54,7 +55,7 @@ def test_merged_equals_applied_in_turn(chain, random):
         plain = np.concatenate((plain[:length], np.zeros(max(0, length - plain.size), dtype)))
         for item in items:
             apply_item(plain, (contiguous(0, length),), item)
-    changes = Changes(dtype, min(base_length, final))
+    changes = Changes(dtype, final, min(base_length, final))
     for length, items in steps:
         changes.resize(min(length, final))
         changes.then(items, "slice")
@@ -67,7 +68,7 @@ def test_merged_equals_applied_in_turn(chain, random):
 
 
 def test_difference_and_its_opposite_leave_nothing():
-    changes = Changes(np.dtype("<u2"), 8)
+    changes = Changes(np.dtype("<u2"), 8, 8)
     changes.then([item_of({3: 5}, Encoding.DIFFERENCE, 2, 8)], "slice")
     changes.then([item_of({3: -5}, Encoding.DIFFERENCE, 2, 8)], "slice")
     assert changes.coded(TensorSpec("0", "BF16", (8,))) == []
@@ -75,15 +76,48 @@ def test_difference_and_its_opposite_leave_nothing():
 
 @pytest.mark.parametrize("order", [(Encoding.DIFFERENCE, Encoding.XOR), (Encoding.XOR, Encoding.DIFFERENCE)])
 def test_difference_and_mask_of_one_word_are_refused(order):
-    changes = Changes(np.dtype("<u2"), 8)
+    changes = Changes(np.dtype("<u2"), 8, 8)
     changes.then([item_of({3: 5}, order[0], 2, 8)], "slice")
     changes.then([item_of({2: 5}, order[1], 2, 8)], "slice")
     with pytest.raises(RejectedError, match="word 3 is changed by difference in one delta and by xor"):
         changes.then([item_of({3: 5}, order[1], 2, 8)], "slice")
 
 
+def test_dense_items_leave_other_words_alone():
+    """A dense form would be smaller here, but it must not touch what another item or the image says."""
+    rng = np.random.default_rng(0)
+    for relative in (Encoding.DIFFERENCE, Encoding.XOR):
+        for overwritten in (range(0), range(10), range(90, 100)):
+            for image in (0, 50, 100):
+                changes = Changes(np.dtype("<u1"), 100, image)
+                changes.resize(100)
+                some = {p: int(rng.integers(1, 256)) for p in range(100) if p % 7}
+                changes.then([item_of(some, relative, 1, 100)], "slice")
+                if overwritten:
+                    changes.then([item_of(dict.fromkeys(overwritten, 3), Encoding.OVERWRITE, 1, 100)], "slice")
+                words = np.concatenate((rng.integers(0, 256, image, dtype=np.uint8), np.zeros(100 - image, np.uint8)))
+                expected = words.copy()
+                for position, value in some.items():
+                    before = int(expected[position])
+                    expected[position] = (before + value) % 256 if relative is Encoding.DIFFERENCE else before ^ value
+                expected[list(overwritten)] = 3
+                items = changes.coded(TensorSpec("0", "U8", (100,)))
+                check_disjoint(items, where="test")
+                for item in items:
+                    apply_item(words, (contiguous(0, 100),), item)
+                np.testing.assert_array_equal(words, expected)
+
+
+def test_difference_that_went_back_may_be_followed_by_a_mask():
+    changes = Changes(np.dtype("<u2"), 8, 8)
+    for value, encoding in ((5, Encoding.DIFFERENCE), (-5, Encoding.DIFFERENCE), (3, Encoding.XOR)):
+        changes.then([item_of({3: value}, encoding, 2, 8)], "slice")
+    (item,) = changes.coded(TensorSpec("0", "BF16", (8,)))
+    assert item.encoding is Encoding.XOR
+
+
 def test_difference_and_mask_merge_where_an_overwrite_lies_between():
-    changes = Changes(np.dtype("<u2"), 8)
+    changes = Changes(np.dtype("<u2"), 8, 8)
     changes.then([item_of({3: 5}, Encoding.DIFFERENCE, 2, 8)], "slice")
     changes.then([item_of({3: 6}, Encoding.OVERWRITE, 2, 8)], "slice")
     changes.then([item_of({3: 1}, Encoding.XOR, 2, 8)], "slice")

@@ -135,7 +135,9 @@ class Chain:
             RejectedError: an element was changed by difference and by xor.
             PayloadInvalidError: a payload is invalid.
         """
-        changes = [Changes(piece.word_dtype, self._paths[piece.name].image_length(piece)) for piece in unit.slices]
+        changes = [
+            Changes(piece.word_dtype, piece.num_words, self._paths[piece.name].image_length(piece)) for piece in unit.slices
+        ]
         for step, delta in enumerate(self.deltas):
             items = self._items(step, delta, unit)
             for piece, changed in zip(unit.slices, changes, strict=True):

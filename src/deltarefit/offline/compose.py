@@ -13,7 +13,6 @@ the image:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,79 +20,42 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
-from deltarefit.kernels import code_records, decode_positions, decode_values
+from deltarefit.kernels import code_records, decode_positions, decode_values, scan
+from deltarefit.offline.grid import contiguous
 from deltarefit.records import CodedItem, DeltaRecords, Encoding
 
-__all__ = ["Changes", "Sparse"]
+__all__ = ["Changes"]
 
-_RELATIVE = (Encoding.DIFFERENCE, Encoding.XOR)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sparse:
-    """Values at strictly ascending positions of a slice."""
-
-    positions: NDArray[np.int64]
-    values: Words
-
-    @classmethod
-    def nothing(cls, word_dtype: np.dtype[Any]) -> Sparse:
-        return cls(np.empty(0, np.int64), np.empty(0, word_dtype))
-
-    def keep(self, chosen: NDArray[np.bool_]) -> Sparse:
-        return Sparse(self.positions[chosen], self.values[chosen])
-
-    def without(self, positions: NDArray[np.int64]) -> Sparse:
-        """All but the entries at these positions (ascending)."""
-        if not positions.size or not self.positions.size:
-            return self
-        return self.keep(~_holds(positions, self.positions))
-
-    def joined(self, other: Sparse) -> Sparse:
-        """Both, which share no position."""
-        if not other.positions.size:
-            return self
-        if not self.positions.size:
-            return other
-        positions = np.concatenate((self.positions, other.positions))
-        order = np.argsort(positions, kind="stable")
-        return Sparse(positions[order], np.concatenate((self.values, other.values))[order])
-
-
-def _holds(sorted_positions: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """For each wanted position, whether it is among the sorted ones."""
-    at = np.searchsorted(sorted_positions, wanted)
-    at[at == sorted_positions.size] = 0
-    found: NDArray[np.bool_] = sorted_positions[at] == wanted if sorted_positions.size else np.zeros(wanted.size, np.bool_)
-    return found
+_UNTOUCHED = 255
+"""Kind of a word that no delta changed. The other kinds are encodings."""
 
 
 class Changes:
-    """Accumulated changes of one slice of the last target.
+    """Accumulated changes of one slice of the last target: for each word, what kind of change and by what value.
 
     Args:
         word_dtype: the slice's words.
-        num_image: words that the image takes from the base; the rest of it is zeros. 0 for a tensor that starts from zeros.
+        num_words: words that the slice has in the last target; longer states on the way are cut to it.
+        num_image: words of them that the image takes from the base; the rest of it is zeros. 0 for a tensor that starts from
+            zeros.
     """
 
-    def __init__(self, word_dtype: np.dtype[Any], num_image: int) -> None:
+    def __init__(self, word_dtype: np.dtype[Any], num_words: int, num_image: int) -> None:
+        self._kinds = np.full(num_words, _UNTOUCHED, np.uint8)
+        self._values: Words = np.zeros(num_words, word_dtype)
         self._num_image = num_image
-        self._num_words = num_image
-        nothing = Sparse.nothing(word_dtype)
-        self._by_encoding = dict.fromkeys(Encoding, nothing)
-        self._word_dtype = word_dtype
+        self._length = num_image
 
-    def resize(self, num_words: int) -> None:
-        """The tensor was cut or continued with zeros: so much of the slice, at most its last length, is there now."""
-        if num_words > self._num_words:
+    def resize(self, length: int) -> None:
+        """The tensor was cut or continued with zeros: so much of the slice is there now."""
+        if length > self._length:
             # Where the direct image would bring the base's words back, the zeros have to be said.
-            revived = np.arange(self._num_words, min(num_words, self._num_image), dtype=np.int64)
-            zeros = Sparse(revived, np.zeros(revived.size, self._word_dtype))
-            self._by_encoding[Encoding.OVERWRITE] = self._by_encoding[Encoding.OVERWRITE].joined(zeros)
+            revived = slice(self._length, max(self._length, min(length, self._num_image)))
+            self._kinds[revived] = Encoding.OVERWRITE
         else:
-            for encoding, held in self._by_encoding.items():
-                self._by_encoding[encoding] = held.keep(held.positions < num_words)
-        self._num_words = num_words
+            self._kinds[length:] = _UNTOUCHED
+            self._values[length:] = 0
+        self._length = length
 
     def then(self, items: Iterable[CodedItem], where: object) -> None:
         """Add the items that one delta has for the slice; what lies past its present length is left out.
@@ -103,56 +65,59 @@ class Changes:
             PayloadInvalidError: an item's columns do not fit it.
         """
         for item in items:
-            self._add(Sparse(decode_positions(item), decode_values(item)), item.encoding, where)
+            positions, values = decode_positions(item), decode_values(item)
+            end = int(np.searchsorted(positions, self._length))
+            self._add(positions[:end], values[:end], item.encoding, where)
 
-    def _add(self, added: Sparse, encoding: Encoding, where: object) -> None:
-        held = self._by_encoding
-        added = added.keep(added.positions < self._num_words)
+    def _add(self, positions: NDArray[np.int64], values: Words, encoding: Encoding, where: object) -> None:
         if encoding is Encoding.OVERWRITE:
-            for other in _RELATIVE:
-                held[other] = held[other].without(added.positions)
-            held[encoding] = held[encoding].without(added.positions).joined(added)
+            self._kinds[positions] = encoding
+            self._values[positions] = values
             return
-        self._refuse_mix(added, _RELATIVE[1 - _RELATIVE.index(encoding)], where)
-        on_known = _holds(held[Encoding.OVERWRITE].positions, added.positions)
-        known = _combined(held[Encoding.OVERWRITE], added.keep(on_known), encoding)
-        rest = added.keep(~on_known)
-        on_zeros = rest.positions >= self._num_image
-        held[Encoding.OVERWRITE] = known.joined(rest.keep(on_zeros))
-        held[encoding] = _without_zeros(_combined(held[encoding], rest.keep(~on_zeros), encoding))
-
-    def _refuse_mix(self, added: Sparse, other: Encoding, where: object) -> None:
-        mixed = _holds(self._by_encoding[other].positions, added.positions)
+        kinds, before = self._kinds[positions], self._values[positions]
+        # A word that was changed and changed back is as good as untouched.
+        kinds[(kinds != Encoding.OVERWRITE) & (before == 0)] = _UNTOUCHED
+        mixed = kinds == (Encoding.XOR if encoding is Encoding.DIFFERENCE else Encoding.DIFFERENCE)
         if mixed.any():
             raise RejectedError(
-                f"{where}: word {int(added.positions[np.argmax(mixed)])} is changed by difference in one delta and by xor in "
+                f"{where}: word {int(positions[np.argmax(mixed)])} is changed by difference in one delta and by xor in "
                 "another; only the base's bits could merge them. Apply the chain instead, and diff its two ends"
             )
+        # An untouched word has value 0, which both operations leave as the new value.
+        self._values[positions] = before + values if encoding is Encoding.DIFFERENCE else before ^ values
+        on_image = int(np.searchsorted(positions, self._num_image))
+        kinds[:on_image][kinds[:on_image] == _UNTOUCHED] = encoding
+        # Behind it the image is zeros, so the change is the new value.
+        kinds[on_image:] = Encoding.OVERWRITE
+        self._kinds[positions] = kinds
 
     def coded(self, spec: TensorSpec) -> list[CodedItem]:
         """The changes as items of disjoint elements, at most one per encoding."""
         items = []
-        for encoding, held in self._by_encoding.items():
-            if held.positions.size:
-                zeros = np.zeros(held.values.size, held.values.dtype)
-                # Against zeros, difference and mask are the values themselves.
-                items.append(code_records(DeltaRecords(spec, held.positions, held.values, zeros), encoding))
+        for encoding in Encoding:
+            chosen = self._kinds == encoding
+            if encoding is not Encoding.OVERWRITE:
+                chosen &= self._values != 0
+            if chosen.any():
+                items.append(self._coded(spec, encoding, chosen))
         return items
 
+    def _coded(self, spec: TensorSpec, encoding: Encoding, chosen: NDArray[np.bool_]) -> CodedItem:
+        values = np.where(chosen, self._values, self._values.dtype.type(0))
+        # Against zeros, difference and mask are the values themselves; the bits of an overwrite differ from their complement.
+        baseline = np.where(chosen, ~values, values) if encoding is Encoding.OVERWRITE else np.zeros_like(values)
+        item = scan(spec, values, baseline, (contiguous(0, values.size),), encoding).item
+        if item is not None and (item.count == np.count_nonzero(chosen) or self._may_be_dense(encoding, chosen)):
+            return item
+        positions, sent = np.flatnonzero(chosen), values[chosen]
+        return code_records(DeltaRecords(spec, positions, sent, np.zeros_like(sent)), encoding)
 
-def _combined(held: Sparse, added: Sparse, encoding: Encoding) -> Sparse:
-    """Entries of both; where they meet, the sum or the exclusive or."""
-    if not added.positions.size:
-        return held
-    meets = _holds(held.positions, added.positions)
-    values = held.values.copy()
-    at = np.searchsorted(held.positions, added.positions[meets])
-    if encoding is Encoding.DIFFERENCE:
-        values[at] += added.values[meets]
-    else:
-        values[at] ^= added.values[meets]
-    return Sparse(held.positions, values).joined(added.keep(~meets))
+    def _may_be_dense(self, encoding: Encoding, chosen: NDArray[np.bool_]) -> bool:
+        """Whether an item may address all words of the slice, where the scan finds that smaller.
 
-
-def _without_zeros(held: Sparse) -> Sparse:
-    return held.keep(held.values != 0)
+        Words that are not chosen then get the value 0: harmless as a difference or mask if no other item addresses them, and
+        as an overwrite where the image is zero.
+        """
+        if encoding is Encoding.OVERWRITE:
+            return bool(chosen[: self._num_image].all())
+        return bool(((self._kinds == encoding) | (self._kinds == _UNTOUCHED)).all())

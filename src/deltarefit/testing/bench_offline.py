@@ -78,6 +78,8 @@ class _Tool:
     name: str
     make: Sequence[str]
     use: Sequence[str]
+    is_slow: bool = False
+    """Minutes: measured once, and only if asked for."""
 
     def command(self, words: Sequence[str], paths: Mapping[str, Path]) -> list[str]:
         return [word.format(**{key: str(path) for key, path in paths.items()}) for word in words]
@@ -87,7 +89,7 @@ _OURS = (sys.executable, "-c", "from deltarefit.cli import main; main()")
 
 
 def _tools(nbytes: int) -> list[_Tool]:
-    """All tools with their default levels; windows as large as the file, without which the others find nothing."""
+    """All tools, with windows as large as the file, without which the others find next to nothing."""
     window_log = f"--long={max(27, nbytes.bit_length())}"
     tools = [
         _Tool(
@@ -103,6 +105,7 @@ def _tools(nbytes: int) -> list[_Tool]:
                 f"zstd -{level} --patch-from",
                 ("zstd", "-q", f"-{level}", "-T0", window_log, "--patch-from={old}", "{new}", "-o", "{delta}"),
                 ("zstd", "-q", "-d", window_log, "--patch-from={old}", "{delta}", "-o", "{out}"),
+                is_slow=level == 19,
             )
             for level in (3, 19)
         ]
@@ -146,12 +149,15 @@ def _measure(command: Sequence[str]) -> _Cost:
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=_Cost)
 
 
-def run(*, steps: Sequence[int] = (0, 1, 16), rounds: int = 3, directory: Path | None = None) -> dict[str, Any]:
+def run(
+    *, steps: Sequence[int] = (0, 1, 16), rounds: int = 3, slow: bool = False, directory: Path | None = None
+) -> dict[str, Any]:
     """Make the checkpoints and measure every tool on the first against each later one.
 
     Args:
         steps: training steps after which a checkpoint is saved; the first is OLD, the others are NEW in turn.
         rounds: the tools take turns so often; medians are reported.
+        slow: also measure, once, what takes minutes.
         directory: where to work and keep the checkpoints; else a temporary one.
 
     Returns:
@@ -166,17 +172,19 @@ def run(*, steps: Sequence[int] = (0, 1, 16), rounds: int = 3, directory: Path |
         old = paths[0] / "model.safetensors"
         rows = []
         for step, path in zip(steps[1:], paths[1:], strict=True):
-            rows += _compare(old, path / "model.safetensors", step - steps[0], rounds, Path(temporary))
+            rows += _compare(old, path / "model.safetensors", step - steps[0], rounds, slow, Path(temporary))
         return {"rows": rows}
 
 
-def _compare(old: Path, new: Path, num_steps: int, rounds: int, work: Path) -> list[dict[str, Any]]:
+def _compare(old: Path, new: Path, num_steps: int, rounds: int, slow: bool, work: Path) -> list[dict[str, Any]]:
     report = diff_checkpoints(old, new, work / "count", replace=True)
-    tools = _tools(new.stat().st_size)
+    tools = [tool for tool in _tools(new.stat().st_size) if slow or not tool.is_slow]
     costs: dict[str, list[tuple[_Cost, _Cost]]] = {tool.name: [] for tool in tools}
     nbytes: dict[str, int] = {}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for tool in tools:
+            if turn and tool.is_slow:
+                continue
             paths = {"old": old, "new": new, "delta": work / "delta", "out": work / "out"}
             for name in ("delta", "out"):
                 paths[name].unlink(missing_ok=True)
