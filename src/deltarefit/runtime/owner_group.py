@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from deltarefit.errors import OperatorRequiredError, TransportError
 from deltarefit.runtime.clock import Clock
+from deltarefit.runtime.events import StageEvent
 from deltarefit.runtime.owner_worker import (
     Build,
     Command,
@@ -36,6 +39,10 @@ class OwnerGroup:
         self._axis = axis
         self._worker = worker
         self._collective = collective
+
+    def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
+        """Hear what this rank's owner does."""
+        self._worker.subscribe(listener)
 
     def command(self, command: Command) -> list[OwnerReply]:
         """Have every rank do it, this one included; replies by rank. Rank 0 only.

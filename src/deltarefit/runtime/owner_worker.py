@@ -123,6 +123,9 @@ class OwnerWorker:
     def owner(self) -> OwnerId:
         return self._owner.owner
 
+    def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
+        self._events.subscribe(listener)
+
     def take_baseline(self, baseline: BaselineId) -> None:
         """The baseline that was just copied goes by this name in the record."""
         self._machine.reinitialised(baseline)

@@ -95,8 +95,8 @@ class Publisher:
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
         self._axis = TimeAxis(boot_id())
         log = EventLog(self._clock, f"owner {collective.rank}")
-        self._observers = Observers(self.settings, log.where, self._clock, serves_metrics=collective.rank == 0)
-        self._observers.watch(log)
+        self.observers = Observers(self.settings, log.where, self._clock, serves_metrics=collective.rank == 0)
+        self.observers.watch(log)
         worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, clock=self._clock, key=key)
         self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
         self._initial = self._exchange_digests(worker)
@@ -133,11 +133,17 @@ class Publisher:
         self._policy_version = report.policy_version
         return report
 
+    def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
+        """Have ``listener`` called with each stage that ends on this rank, from the thread that ran it."""
+        self._owners.subscribe(listener)
+        if self._session is not None:
+            self._session.log.subscribe(listener)
+
     def close(self) -> None:
         """Give the run back. Receivers keep serving the committed version."""
         hold, self._hold, self._session = self._hold, None, None
         self._is_closed = True
-        self._observers.close()
+        self.observers.close()
         if hold is not None:
             hold.release()
         own, self._own_collective = self._own_collective, None
@@ -172,7 +178,7 @@ class Publisher:
         hold = RunHold(self._store, self._source.catalog, digests, settings=self.settings, clock=self._clock, ids=self._ids)
         try:
             log = EventLog(self._clock, COORDINATOR)
-            self._observers.watch(log)
+            self.observers.watch(log)
             session = hold.session(self._owners, self._collective.world_size, digests, log, self._axis)
             if not hold.is_new:
                 self._end_unfinished(session, hold.state, alone=True)
@@ -319,7 +325,7 @@ class Publisher:
             pause_s=spent_s.get("pause", 0.0),
             cross_nbytes=sum(event.nbytes for event in happened if event.stage == "fetch"),
         )
-        self._observers.refit(report, reported, shifts)
+        self.observers.refit(report, reported, shifts)
         return report
 
 

@@ -18,7 +18,7 @@ from deltarefit.runtime.adapters import engine_integration
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, Pace, RandomIds, SystemClock
 from deltarefit.runtime.engine import EngineDriver, LocalEngine
-from deltarefit.runtime.events import EventLog
+from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.gate import LocalGate, RequestGate
 from deltarefit.runtime.messages import RunNotice, decode_message, encode_message
 from deltarefit.runtime.names import COORDINATOR
@@ -69,8 +69,8 @@ class Receiver:
         self._control = control_plane(self._store, self._clock, ids)
         self._mailbox = Mailbox(self._store, self.name, clock=self._clock, nonce=nonce, settings=mail_settings(self._store))
         self._log = EventLog(self._clock, f"receiver {self.name}")
-        self._observers = Observers(self.settings, self._log.where, self._clock)
-        self._observers.watch(self._log)
+        self.observers = Observers(self.settings, self._log.where, self._clock)
+        self.observers.watch(self._log)
         self._failure: RefitError | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,6 +100,7 @@ class Receiver:
             log=self._log,
             request_timeout_s=self.settings.request_timeout_s,
         )
+        self._shut_if_left_behind()
 
     @classmethod
     def attach(
@@ -188,6 +189,10 @@ class Receiver:
             self._thread.start()
         return self
 
+    def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
+        """Have ``listener`` called with each stage that ends here, from the receiver's thread."""
+        self._log.subscribe(listener)
+
     def close(self) -> None:
         """Leave the run. The engine keeps its weights; a closed request gate stays closed.
 
@@ -199,7 +204,7 @@ class Receiver:
         if thread is not None:
             thread.join(_CLOSE_S)
         self._presence.close()
-        self._observers.close()
+        self.observers.close()
         if thread is not None and thread.is_alive():
             raise DeadlineError(f"receiver {self.name}: its engine is still in a call after {_CLOSE_S:.0f} s")
         self._engine.close()
@@ -239,7 +244,7 @@ class Receiver:
             self._clock.sleep(_IDLE_S)
         self._desk.report_failure()
         self._desk.answer_flush()
-        self._observers.metrics.version(self.policy_version)
+        self.observers.metrics.version(self.policy_version)
         if self._look_pace.is_due:
             self._look_at_run()
 
@@ -284,7 +289,7 @@ class Receiver:
         self._store.put_if_absent(keys.plan(digest), summary)
         self._desk.catalog = catalog
         self._desk.epoch = notice.epoch
-        self._find_place()
+        self._prove_place()
         self._presence.show(catalog_digest=catalog.digest, summary_digest=digest)
         return True
 
@@ -295,14 +300,21 @@ class Receiver:
                 "must give itself up before others do: set lease_s to the trainer's"
             )
 
-    def _find_place(self) -> None:
-        """An engine that joins a run which has moved on serves nothing until its weights are the committed ones."""
+    def _shut_if_left_behind(self) -> None:
+        """An engine that comes to a run which has moved on serves nothing until its weights are the committed ones."""
         state = self._control.read()
         if state is None or (state.record.policy_version == 0 and state.transition is None and not state.repair):
             return
         self._application.shut()
         self._presence.note(is_serving=False, activity="waiting to be restored by the next refit")
-        if self._proves(state):
+
+    def _prove_place(self) -> None:
+        """If the weights happen to be the committed ones, nothing needs to be sent, and this engine may serve at once."""
+        self._shut_if_left_behind()
+        if not self._application.reception.resident.is_gate_closed:
+            return
+        state = self._control.read()
+        if state is not None and self._proves(state):
             self._application.reception.restored(state.record.policy_version)
             self._presence.note(policy_version=state.record.policy_version)
             self._serve_again(state)
