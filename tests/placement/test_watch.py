@@ -73,6 +73,11 @@ def test_overlapping_storages_are_refused():
         StorageMap({"a": torch.from_numpy(raw[:5]), "b": torch.from_numpy(raw[4:])})
 
 
+def test_tensors_without_plain_storage_are_refused():
+    with pytest.raises(RejectedError, match="plain strided"):
+        StorageMap({"a": torch.eye(2).to_sparse()})
+
+
 # --- the hook -------------------------------------------------------------------------------------------------------------
 
 

@@ -223,11 +223,19 @@ def test_a_loader_that_turns_bad_after_prewarm_fails_the_attempt():
         refit.receiver.apply(refit.payload())
 
 
-def test_storage_replaced_during_an_attempt_is_noticed_at_its_end():
-    refit = Refit("clone")
+@pytest.mark.parametrize("rebind", [False, True])
+def test_storage_replaced_during_an_attempt_fails_the_next_payload_and_the_end(rebind):
+    refit = Refit("fused qkv")
     refit.receiver.apply(refit.payload())
-    refit.model.w.data = refit.model.w.data.clone()
-    with pytest.raises(LoaderContractError, match="storage of w was moved or replaced"):
+    if rebind:
+        refit.model.qkv = torch.nn.Parameter(refit.model.qkv.data.clone(), requires_grad=False)
+    else:
+        refit.model.qkv.data = refit.model.qkv.data.clone()
+    before = raw_state(refit.model)
+    with pytest.raises(LoaderContractError, match="storage of qkv was moved or replaced"):
+        refit.receiver.apply(refit.payload(mode=EncodingMode.OVERWRITE))
+    assert raw_state(refit.model) == before
+    with pytest.raises(LoaderContractError, match="storage of qkv was moved or replaced"):
         refit.receiver.synchronize()
 
 

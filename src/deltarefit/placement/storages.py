@@ -54,6 +54,8 @@ class StorageMap:
                 raise RejectedError(
                     f"tensor {name} of the model is on the meta device; load the model before its receiver starts"
                 )
+            if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+                raise RejectedError(f"tensor {name} of the model is a {type(tensor).__name__}; expected plain strided storage")
             dtype_name(tensor.dtype)
             raw = tensor.untyped_storage()
             if raw.nbytes():

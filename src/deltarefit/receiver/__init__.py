@@ -10,9 +10,11 @@ from deltarefit.receiver.report import (
     PartDigest,
     PrewarmReport,
     RankDigest,
+    RankSurvey,
     TensorRoute,
     merge_digests,
     merge_reports,
+    survey_ranks,
 )
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 
@@ -23,8 +25,10 @@ __all__ = [
     "PrewarmReport",
     "RankDigest",
     "RankReceiver",
+    "RankSurvey",
     "ReceiverSettings",
     "TensorRoute",
     "merge_digests",
     "merge_reports",
+    "survey_ranks",
 ]

@@ -16,10 +16,11 @@ from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.storages import StorageMap, state_tensors
 from deltarefit.receiver.crosscheck import contradiction, sample
-from deltarefit.receiver.guard import Place, layout_fingerprint, layout_of, storage_digest
+from deltarefit.receiver.guard import Place, StorageFence, layout_fingerprint, layout_of, storage_digest
 from deltarefit.receiver.interceptor import WriteKey
-from deltarefit.receiver.kept import WRONG_DIGEST, KeptCopy
-from deltarefit.receiver.report import PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
+from deltarefit.receiver.kept import KeptCopy
+from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
+from deltarefit.receiver.rest import Rest, rests_of
 from deltarefit.receiver.routes import (
     HeldPieces,
     aliases_and_collisions,
@@ -91,6 +92,7 @@ class Prewarmed:
     layout: Mapping[str, Place]
     layout_tag: str
     storages: StorageMap
+    fence: StorageFence
     report: PrewarmReport
     targets: Mapping[str, tuple[WordsTarget, ...]]
     digest_plans: Mapping[str, DigestPlan]
@@ -98,12 +100,14 @@ class Prewarmed:
     known_fills: frozenset[WriteKey]
     expected_writes: Mapping[str, frozenset[WriteKey]]
     """Per tensor that goes through the loader, what its load writes."""
-    untouched: frozenset[str]
-    """Keys of the storages that no canonical tensor reaches."""
+    rests: tuple[Rest, ...]
+    """What no canonical tensor reaches, by storage."""
+    residue_at_start: Mapping[str, TensorDigest]
+    """Its digests when the model was prewarmed."""
 
     def residue(self) -> dict[str, TensorDigest]:
-        """Digests of the storages that no canonical tensor reaches."""
-        return {s.key: storage_digest(s) for s in self.storages.storages if s.key in self.untouched}
+        """Digests of what no canonical tensor reaches, by the name of the storage."""
+        return {rest.key: rest.digest() for rest in self.rests}
 
 
 class Assembly:
@@ -144,19 +148,22 @@ class Assembly:
         if self._refused:
             raise refusal(self._refused)
         routes = self._routes({name for pair in aliases for name in pair})
-        touched = {claim.storage for claim in claims}
+        canonical = [claim for claim in claims if not is_constant(claim)]
+        rests = rests_of(self._storages, canonical, torch_writes=self._settings.torch_writes)
         return Prewarmed(
             catalog=self._catalog,
             layout=layout_of(self._model),
             layout_tag=self._settings.current_tag(),
             storages=self._storages,
+            fence=StorageFence(self._model),
             report=self._report(routes, unreached, aliases),
             targets=self._targets,
             digest_plans=self._digest_plans,
             kept=self._kept(routes),
             known_fills=frozenset(write.key for write in learned.fills),
             expected_writes=self._expected_writes(routes),
-            untouched=frozenset(storage.key for storage in self._storages.storages if storage.key not in touched),
+            rests=rests,
+            residue_at_start={rest.key: rest.digest() for rest in rests},
         )
 
     def _places(self) -> dict[str, tuple[str, StridedView, int]]:

@@ -15,7 +15,7 @@ from deltarefit.canonical import TensorDigest
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
 
-__all__ = ["ModelGuard", "layout_of", "storage_digest"]
+__all__ = ["ModelGuard", "Place", "StorageFence", "layout_fingerprint", "layout_of", "storage_digest"]
 
 _CHUNK_NBYTES = 64 * 2**20
 
@@ -57,6 +57,21 @@ class _Slot:
     leaf: str
     held: torch.Tensor
     data: torch.Tensor
+
+
+class StorageFence:
+    """Tells cheaply, for every payload, whether parameters and buffers still lie where prewarm found them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._slots = [(slot.table, slot.leaf, slot.data.data_ptr()) for slot in _slots(model)]
+
+    def first_moved(self) -> str | None:
+        """The last part of the name of a tensor that was moved, replaced or removed; None if none was."""
+        for table, leaf, address in self._slots:
+            held = table.get(leaf)
+            if held is None or held.data_ptr() != address:
+                return leaf
+        return None
 
 
 class ModelGuard:

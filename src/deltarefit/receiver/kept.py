@@ -20,13 +20,11 @@ from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.shadow import Shadow
 from deltarefit.placement.storages import ModelStorage, StorageMap
+from deltarefit.receiver.report import WRONG_DIGEST
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.records import CodedItem
 
-__all__ = ["WRONG_DIGEST", "KeptCopy"]
-
-WRONG_DIGEST = TensorDigest(1, 1)
-"""Added to a digest that storage does not live up to, so that no comparison can pass."""
+__all__ = ["KeptCopy"]
 
 
 @dataclass(slots=True, eq=False)

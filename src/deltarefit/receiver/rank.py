@@ -104,7 +104,8 @@ class RankReceiver:
         Raises:
             RejectedError: no plan was prepared.
             PayloadInvalidError: the payload does not fit the plan; nothing of it was applied.
-            LoaderContractError: the engine's loader did what prewarm had not seen, or a check of written bits failed.
+            LoaderContractError: storage was moved (nothing was written), the engine's loader did what prewarm had not seen, or
+                a check of written bits failed.
         """
         known = self._known()
         if self._plan is None:
@@ -116,6 +117,8 @@ class RankReceiver:
             )
         for item in payload.items:
             _check(item, known, self._plan, where)
+        if known.fence.first_moved() is not None:
+            raise self._moved_error(known)
         if payload.header.attempt != self._attempt:
             self._attempt = str(payload.header.attempt)
             for copy in known.kept.values():
@@ -144,8 +147,16 @@ class RankReceiver:
         """Digests computed now from the bits that this rank holds, for every tensor whose canonical bits it can prove.
 
         A further copy of elements on the same rank counts too: if it differs, the tensor's digest is wrong on purpose.
+
+        Raises:
+            LoaderContractError: storage was moved or replaced since prewarm.
         """
         known = self._known()
+        if moved := self._moved(known):
+            raise LoaderContractError(
+                f"digests: storage of {', '.join(moved[:3])} was moved or replaced since prewarm, so nothing is known of what "
+                "is served; run prewarm again"
+            )
         result = {name: plan.digest() for name, plan in known.digest_plans.items()}
         for name, copy in known.kept.items():
             shown = copy.digest(self._load_weights, known.storages)
@@ -154,8 +165,13 @@ class RankReceiver:
         return result
 
     def residue(self) -> dict[str, TensorDigest]:
-        """Digests of the storages that no canonical tensor reaches (caches, runtime constants): no refit changes them."""
+        """Digests of what no canonical tensor reaches (caches, runtime constants, padding), by storage: no refit changes it."""
         return self._known().residue()
+
+    def drift(self) -> tuple[str, ...]:
+        """Storages of which bytes that no canonical tensor reaches have changed since prewarm, by their first tensor's name."""
+        known = self._known()
+        return tuple(name for name, digest in known.residue().items() if digest != known.residue_at_start[name])
 
     def _known(self) -> Prewarmed:
         if self._prewarmed is None:
@@ -168,6 +184,10 @@ class RankReceiver:
             return "the engine's settings"
         moved = self._moved(known)
         return f"storage of {', '.join(moved[:3])}" if moved else ""
+
+    def _moved_error(self, known: Prewarmed) -> LoaderContractError:
+        names = ", ".join(self._moved(known)[:3])
+        return LoaderContractError(f"storage of {names} was moved or replaced since prewarm; run prewarm again")
 
     def _moved(self, known: Prewarmed) -> list[str]:
         now = layout_of(self._model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -11,7 +12,21 @@ from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import BaseMismatchError
 from deltarefit.records import Encoding
 
-__all__ = ["MergedReport", "PartDigest", "PrewarmReport", "RankDigest", "TensorRoute", "merge_digests", "merge_reports"]
+__all__ = [
+    "WRONG_DIGEST",
+    "MergedReport",
+    "PartDigest",
+    "PrewarmReport",
+    "RankDigest",
+    "RankSurvey",
+    "TensorRoute",
+    "merge_digests",
+    "merge_reports",
+    "survey_ranks",
+]
+
+WRONG_DIGEST = TensorDigest(1, 1)
+"""Added to a digest that storage does not live up to, so that no comparison can pass."""
 
 
 class TensorRoute(msgspec.Struct, frozen=True):
@@ -121,29 +136,48 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def merge_digests(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog) -> dict[str, TensorDigest | None]:
-    """The digest of each whole canonical tensor, summed over the ranks of one receiver.
+@dataclass(frozen=True, slots=True)
+class RankSurvey:
+    """What the ranks of one receiver hold, together."""
 
-    None where the ranks' parts do not add up to the whole tensor, so that nothing can be proved: its canonical bits cannot be
-    read back, or ranks hold boxes that overlap in part.
+    digests: dict[str, TensorDigest | None]
+    """Per canonical tensor its digest. None where the ranks' parts do not add up to the whole tensor, so that nothing can be
+    proved: its canonical bits cannot be read back, or ranks hold boxes that overlap in part."""
+    disagreeing: dict[str, tuple[int, ...]]
+    """Tensors of which ranks hold the same elements with different bits, and these ranks. Their digest is wrong on purpose."""
+
+
+def survey_ranks(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog) -> RankSurvey:
+    """The digest of each whole canonical tensor, summed over the ranks of one receiver."""
+    merged: dict[str, TensorDigest | None] = {}
+    disagreeing: dict[str, tuple[int, ...]] = {}
+    for name, spec in catalog.items():
+        held = [(rank, digests[name]) for rank, digests in enumerate(per_rank) if name in digests]
+        ranks: set[int] = set()
+        total = _sum_of([(rank, _whole(d)) for rank, d in held], spec.num_elements, ranks)
+        if total is None:
+            total = _sum_of([(rank, part) for rank, d in held for part in d.parts or (_whole(d),)], spec.num_elements, ranks)
+        if ranks:
+            disagreeing[name] = tuple(sorted(ranks))
+            total = (total or TensorDigest()) + WRONG_DIGEST
+        merged[name] = total
+    return RankSurvey(merged, disagreeing)
+
+
+def merge_digests(per_rank: Sequence[Mapping[str, RankDigest]], catalog: Catalog) -> dict[str, TensorDigest | None]:
+    """``survey_ranks``, for callers that have no use for a receiver whose ranks disagree.
 
     Raises:
         BaseMismatchError: two ranks hold different bits for the same elements.
     """
-    merged: dict[str, TensorDigest | None] = {}
-    disagreeing: list[str] = []
-    for name, spec in catalog.items():
-        held = [(rank, digests[name]) for rank, digests in enumerate(per_rank) if name in digests]
-        whole = [(rank, _whole(d)) for rank, d in held]
-        by_parts = [(rank, part) for rank, d in held for part in d.parts or (_whole(d),)]
-        total = _sum_of(whole, spec.num_elements, name, disagreeing)
-        merged[name] = total if total is not None else _sum_of(by_parts, spec.num_elements, name, disagreeing)
-    if disagreeing:
+    survey = survey_ranks(per_rank, catalog)
+    if survey.disagreeing:
+        first = [f"{name} (ranks {' and '.join(map(str, ranks))})" for name, ranks in list(survey.disagreeing.items())[:3]]
         raise BaseMismatchError(
-            f"{len(disagreeing)} tensors have different bits on ranks that hold the same elements, first {disagreeing[:3]}; "
+            f"{len(survey.disagreeing)} tensors have different bits on ranks that hold the same elements, first {first}; "
             "repair the receiver by a dense overwrite"
         )
-    return merged
+    return survey.digests
 
 
 def _whole(digest: RankDigest) -> PartDigest:
@@ -151,15 +185,13 @@ def _whole(digest: RankDigest) -> PartDigest:
     return PartDigest(digest.coverage, digest.num_elements, digest.lane0, digest.lane1)
 
 
-def _sum_of(
-    parts: Sequence[tuple[int, PartDigest]], num_elements: int, name: str, disagreeing: list[str]
-) -> TensorDigest | None:
+def _sum_of(parts: Sequence[tuple[int, PartDigest]], num_elements: int, disagreeing: set[int]) -> TensorDigest | None:
     """The sum over distinct parts if they are all of the tensor. Ranks that disagree about a part are noted."""
     distinct: dict[str, tuple[int, PartDigest]] = {}
     for rank, part in parts:
         first_rank, first = distinct.setdefault(part.coverage, (rank, part))
         if first != part:
-            disagreeing.append(f"{name} (ranks {first_rank} and {rank})")
+            disagreeing.update((first_rank, rank))
     if sum(part.num_elements for _, part in distinct.values()) != num_elements:
         return None
     return sum((part.digest for _, part in distinct.values()), TensorDigest())

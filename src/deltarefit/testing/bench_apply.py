@@ -111,7 +111,7 @@ def _measure(num_tensors: int, rows: int, change_rate: float, path: ApplyPath, r
         "model_nbytes": catalog.nbytes,
         "decoded_nbytes": _decoded_nbytes(payload),
         "median_s": statistics.median(seconds),
-        "peak_extra_nbytes": peak_nbytes + report.scratch_nbytes,
+        "peak_extra_nbytes": peak_nbytes + report.scratch_nbytes + _decoded_nbytes(payload),
     }
 
 
@@ -126,8 +126,8 @@ def run(
 
     Returns:
         ``{"rows": [...]}`` with path, change_rate, tensors, changed, model_nbytes, decoded_nbytes, median_s and
-        peak_extra_nbytes (memory beyond resident weights and the decoded payload that Python and numpy allocated while
-        applying, scratch included).
+        peak_extra_nbytes (memory beyond resident weights: the decoded payload, scratch, and the most that Python and numpy
+        allocated while applying).
     """
     clock = SystemClock()
     rows = [
