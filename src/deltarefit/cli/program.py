@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("deltarefit.cli.offline", "verify"),
     "receiver": ("deltarefit.cli.receiver", "receiver"),
     "status": ("deltarefit.cli.status", "status"),
+    "trace": ("deltarefit.cli.trace", "trace"),
     "abort": ("deltarefit.cli.abort", "abort"),
     "doctor": ("deltarefit.cli.doctor", "doctor"),
     "bench": ("deltarefit.cli.bench", "bench"),

@@ -16,7 +16,7 @@ import msgspec
 from deltarefit.runtime.events import STAGES, StageEvent
 from deltarefit.runtime.trace_clock import ClockShift
 
-__all__ = ["chrome_trace", "lanes"]
+__all__ = ["chrome_trace", "lanes", "places"]
 
 _PATH = ("send", "fetch", "apply")
 """The stages that a payload's arrow passes through."""
@@ -34,7 +34,7 @@ def chrome_trace(
     """
     ordered = sorted(events, key=lambda event: (event.t0_s, -event.t1_s))
     start_s = ordered[0].t0_s if ordered else 0.0
-    processes = {where: number for number, where in enumerate(_places(ordered), start=1)}
+    processes = {where: number for number, where in enumerate(places(ordered), start=1)}
     tracks = lanes(ordered)
     rows: list[dict[str, Any]] = list(_names(processes, tracks))
     rows.extend(_complete(event, processes[event.where], track, start_s) for event, track in tracks)
@@ -69,7 +69,7 @@ def _stage_rank(stage: str) -> int:
     return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
-def _places(events: Sequence[StageEvent]) -> list[str]:
+def places(events: Sequence[StageEvent]) -> list[str]:
     """Coordinator, owners, relays, receivers; numbers in names count as numbers."""
 
     def rank(where: str) -> tuple[int, str, int, str]:
