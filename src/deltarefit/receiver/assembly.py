@@ -16,7 +16,7 @@ from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.storages import StorageMap, state_tensors
 from deltarefit.receiver.crosscheck import contradiction, sample
-from deltarefit.receiver.guard import Place, StorageFence, layout_fingerprint, layout_of, storage_digest
+from deltarefit.receiver.guard import Place, StorageFence, layout_fingerprint, layout_of
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import KeptCopy
 from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
