@@ -243,14 +243,14 @@ def test_storage_replaced_during_an_attempt_fails_the_next_payload_and_the_end(r
 def test_the_check_after_a_write_straight_to_storage_notices_a_flipped_bit(monkeypatch, encoding):
     refit = Refit("widened", prefer=encoding, verify_writes=True)
     refit.receiver.apply(refit.with_items([]))
-    original = kernels.apply_item
+    original = kernels.BoundPieces.apply_item
 
-    def faulty(storage, pieces, item, **rest):
-        count = original(storage, pieces, item, **rest)
-        storage[int(kernels.decode_positions(item)[1])] ^= 1 << 20
+    def faulty(self, item):
+        count = original(self, item)
+        refit.model.w.data.view(torch.int32).view(-1)[int(kernels.decode_positions(item)[1])] ^= 1 << 20
         return count
 
-    monkeypatch.setattr(kernels, "apply_item", faulty)
+    monkeypatch.setattr(kernels.BoundPieces, "apply_item", faulty)
     with pytest.raises(LoaderContractError, match=r"tensor w: post-apply check fails at flat index \d+ in w"):
         refit.receiver.apply(refit.payload())
 

@@ -16,10 +16,12 @@ from deltarefit.kernels.api import (
     gather,
     scan,
 )
+from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.coding import code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 
 __all__ = [
+    "BoundPieces",
     "Isa",
     "apply",
     "apply_item",

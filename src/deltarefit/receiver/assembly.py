@@ -198,7 +198,7 @@ class Assembly:
     def _pieces(self, name: str, is_alias: bool) -> TensorRoute:
         homes = self._learned.homes[name]
         held = held_pieces(homes)
-        targets = targets_of(homes, torch_writes=self._settings.torch_writes)
+        targets = targets_of(self._catalog[name], homes, torch_writes=self._settings.torch_writes)
         self._targets[name] = targets
         is_wide = any(home.width != self._catalog[name].element_nbytes for home in homes)
         has_low_bits = is_wide and not all(target.low_bits_are_zero() for target in targets)

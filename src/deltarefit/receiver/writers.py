@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltarefit import kernels
-from deltarefit.canonical import WORDS, TensorDigest, Words
+from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
 from deltarefit.errors import LoaderContractError
 from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces
 from deltarefit.placement.locate import locate
@@ -28,11 +28,15 @@ class HostTarget:
     key: str
     words: Words
     pieces: tuple[Piece, ...]
-    """Disjoint in the canonical tensor and in the storage."""
+    """Disjoint in the canonical tensor and in the storage, unless the target is only read."""
+    bound: kernels.BoundPieces | None = None
+    """What items are applied with; None if the target is only read."""
 
     def apply(self, item: CodedItem) -> int:
         """Apply an item; returns the storage elements that were changed."""
-        return kernels.apply_item(self.words, self.pieces, item)
+        if self.bound is None:
+            raise LookupError(f"pieces in {self.key} are for reading only")
+        return self.bound.apply_item(item)
 
     def read(self, flat_index: NDArray[np.int64]) -> tuple[NDArray[np.int64], Words]:
         """Resident words of those flat indices that are held here: places in ``flat_index`` and words."""
@@ -108,7 +112,7 @@ class TorchTarget:
 WordsTarget = HostTarget | TorchTarget
 
 
-def targets_of(homes: Sequence[Home], *, torch_writes: bool) -> tuple[WordsTarget, ...]:
+def targets_of(spec: TensorSpec, homes: Sequence[Home], *, torch_writes: bool) -> tuple[WordsTarget, ...]:
     """Targets for one canonical tensor. Pieces that hold the same flat indices end up in different targets."""
     targets: list[WordsTarget] = []
     for home in homes:
@@ -119,7 +123,8 @@ def targets_of(homes: Sequence[Home], *, torch_writes: bool) -> tuple[WordsTarge
             if words is None:
                 targets.append(TorchTarget(home.storage.key, flat, group))
             else:
-                targets.append(HostTarget(home.storage.key, words, group))
+                bound = kernels.BoundPieces(words, group, spec)
+                targets.append(HostTarget(home.storage.key, words, group, bound))
     return tuple(targets)
 
 
