@@ -101,5 +101,5 @@ def test_the_candidate_is_fixed_until_the_transition_ends() -> None:
 def test_an_older_prepare_is_a_conflict() -> None:
     owner = bound()
     owner.prepare(bind())
-    with pytest.raises(CommitConflictError, match="revision 5 came after it"):
+    with pytest.raises(CommitConflictError, match=r"\(revision 5\) came after it"):
         owner.prepare(bind(A2, revision=4))

@@ -443,6 +443,22 @@ def test_repeating_a_prepare_changes_nothing_and_does_not_revive_what_is_over() 
         receiver.prepare(request())
 
 
+def test_a_prepare_that_comes_after_its_attempt_was_stopped_binds_nothing() -> None:
+    receiver = reception()
+    assert not receiver.mark_obsolete(A1)
+    assert receiver.is_quiet(A1)
+    with pytest.raises(AttemptFailedError, match="a1 is over here"):
+        receiver.prepare(request())
+    receiver.prepare(RETRY)
+
+
+def test_a_repeated_prepare_of_a_failed_attempt_says_why_it_failed() -> None:
+    receiver = reception(request())
+    receiver.fail(A1, "torn payload")
+    with pytest.raises(AttemptFailedError, match="torn payload"):
+        receiver.prepare(request())
+
+
 # ---------------------------------------------------------------------------------------------- what the weights are worth
 
 

@@ -297,6 +297,28 @@ def test_causes_keep_the_first_ones_and_stay_bounded() -> None:
     assert "reason 0" in machine.causes[0]
 
 
+def test_a_commit_that_failed_without_an_outcome_is_an_unknown_one() -> None:
+    machine, commands = play(e.Started(base=BASE), prepared(), FLUSHED, e.CommandFailed(reason="permission denied"))
+    assert isinstance(commands[-1], c.ReadCommit)
+    assert machine.causes == ("committing: permission denied",)
+
+
+def test_a_schedule_or_prepare_that_failed_without_saying_more_counts_as_a_failed_attempt() -> None:
+    _, commands = play(
+        e.Started(base=BASE), e.CommandFailed(reason="x"), e.BackedOff(), prepared(), e.CommandFailed(reason="y")
+    )
+    assert names(commands) == ["Prepare", "Backoff", "Prepare", "RunSchedule", "MarkObsolete"]
+
+
+def test_what_could_not_be_cleaned_up_does_not_stop_a_transition() -> None:
+    _, commands = play(
+        e.Started(base=BASE), prepared(), FLUSHED, SUCCESS, e.BaselinesUpdated(), e.CommandFailed(reason="store is slow"),
+        *PUBLISH[2:],
+    )  # fmt: skip
+    assert finish(commands).outcome is TransitionOutcome.COMMITTED
+    assert finish(commands).causes == ("cleaning up after the commit: store is slow",)
+
+
 # ---------------------------------------------------------------------------------------------- the whole table
 
 SAMPLES: tuple[e.Event, ...] = (
@@ -365,6 +387,7 @@ def test_every_event_in_every_reachable_state_is_legal_or_refused_without_a_trac
     for state in set(TransitionState) - {TransitionState.NEW, TransitionState.ENDED}:
         assert e.Superseded in legal[state], state
         assert e.OperatorAborted in legal[state], state
+        assert (e.CommandFailed in legal[state]) is (state is not TransitionState.ASKING), state
 
 
 def test_no_edge_of_the_table_is_dead() -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PayloadId, PolicyVersion, ReceiverId
 
-__all__ = ["Arrival", "Completion", "Delivery", "EndMarker", "PrepareAttempt", "Verdict", "end_digest"]
+__all__ = ["Arrival", "Completion", "Delivery", "EndMarker", "PrepareAttempt", "Verdict", "contradiction", "end_digest"]
 
 
 class Delivery(Enum):
@@ -98,3 +98,15 @@ class Completion:
 def end_digest(digests: Iterable[str]) -> str:
     """32 hex digits over an owner's payload digests in the order of their sequence."""
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
+
+
+def contradiction(arrival: Arrival, request: PrepareAttempt) -> str:
+    """What in a payload of the attempt does not fit it; empty if all does."""
+    for what, found, expected in (
+        ("base version", arrival.base_version, request.base_version),
+        ("target version", arrival.target_version, request.target_version),
+        ("plan", arrival.plan_digest, request.plan_digest),
+    ):
+        if found != expected:
+            return f"{arrival.payload}: {what} {found}, expected {expected}"
+    return ""

@@ -174,8 +174,8 @@ class BackedOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFailed:
-    """Answers any command that has no failure event of its own: control plane out of reach, an endpoint that neither answers
-    nor is proven dead, an owner that lost its state. Leads to the operator."""
+    """Answers any command: control plane out of reach, an endpoint that neither answers nor is proven dead, an owner that lost
+    its state. Leads to the operator where the machine cannot go on by itself."""
 
     reason: str
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from deltarefit.errors import AttemptFailedError, CommitConflictError, OperatorRequiredError, RejectedError
+from deltarefit.errors import AttemptFailedError, OperatorRequiredError, RejectedError
 from deltarefit.ids import AttemptId, BaselineId, OwnerId
+from deltarefit.protocol.binding import BindingLog
 from deltarefit.protocol.delivery import EndMarker, end_digest
 from deltarefit.protocol.record import CommitRecord
 
@@ -50,7 +51,7 @@ class OwnerMachine:
         self._held: dict[BaselineId, str] = {}
         """Candidate baselines of this transition's attempts, all of the one fixed candidate."""
         self._candidate = ""
-        self._revision = 0
+        self._bindings: BindingLog[BindOwner] = BindingLog(f"owner {owner}")
         self._phase = OwnerPhase.IDLE
         self._digests: list[str] = []
 
@@ -74,15 +75,8 @@ class OwnerMachine:
             RejectedError: the owner does not hold the base, or the candidate changed within a transition.
             AttemptFailedError: this very attempt is over.
         """
-        if self._bound == request:
-            if self._phase is OwnerPhase.OBSOLETE:
-                raise AttemptFailedError(f"owner {self._owner}: {request.attempt} is over here; prepare a fresh attempt")
+        if self._bindings.is_repeated(request):
             return
-        if request.revision <= self._revision:
-            raise CommitConflictError(
-                f"owner {self._owner}: {request.attempt} was bound by record revision {request.revision}, but an attempt of "
-                f"revision {self._revision} came after it; another attempt or coordinator took over"
-            )
         if self._baseline is None:
             raise RejectedError(f"owner {self._owner}: has no baseline; reinitialise it, and send every element once")
         if self._baseline != request.base.baseline:
@@ -95,7 +89,7 @@ class OwnerMachine:
                 f"owner {self._owner}: candidate {request.candidate}, but {self._candidate} is fixed until the end: "
                 "the optimizer must not step during a refit"
             )
-        self._revision = request.revision
+        self._bindings.bind(request)
         self._bound = request
         self._candidate = request.candidate
         self._held[request.target.baseline] = request.candidate
@@ -125,7 +119,8 @@ class OwnerMachine:
         return EndMarker(attempt=attempt, owner=self._owner, count=len(self._digests), digest=end_digest(self._digests))
 
     def mark_obsolete(self, attempt: AttemptId) -> bool:
-        """Build and send nothing of ``attempt`` any more; False if it is not the one at hand."""
+        """Build and send nothing of ``attempt`` any more, also if its prepare only comes later. False if it is not at hand."""
+        self._bindings.mark_obsolete(attempt)
         if self._bound is None or self._bound.attempt != attempt:
             return False
         self._phase = OwnerPhase.OBSOLETE

@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from deltarefit.errors import (
     AttemptFailedError,
-    CommitConflictError,
     PayloadInvalidError,
     PayloadMissingError,
     RejectedError,
@@ -24,7 +23,8 @@ from deltarefit.errors import (
 from deltarefit.ids import AttemptId, PayloadId, PolicyVersion, ReceiverId
 from deltarefit.protocol.apply_queue import ApplyQueue, ReceptionSettings
 from deltarefit.protocol.arrivals import Arrivals
-from deltarefit.protocol.delivery import Arrival, Completion, EndMarker, PrepareAttempt, Verdict
+from deltarefit.protocol.binding import BindingLog
+from deltarefit.protocol.delivery import Arrival, Completion, EndMarker, PrepareAttempt, Verdict, contradiction
 from deltarefit.protocol.reception_table import NEXT_PHASE, Phase, Verb
 from deltarefit.protocol.record import CommitRecord
 from deltarefit.protocol.resident import Resident
@@ -43,8 +43,7 @@ class Reception:
         self._resident = resident or Resident()
         self._phase = Phase.IDLE
         self._request: PrepareAttempt | None = None
-        self._last: PrepareAttempt | None = None
-        """The latest attempt that was ever bound here; outlives cleanup, so that older traffic is known."""
+        self._bindings: BindingLog[PrepareAttempt] = BindingLog(f"receiver {receiver}")
         self._arrivals: Arrivals | None = None
         self._queue: ApplyQueue | None = None
         self._failure = ""
@@ -97,7 +96,8 @@ class Reception:
             RejectedError: this receiver's weights do not fit the attempt.
             AttemptFailedError: the attempt is over, or a write of the former one is still under way; stop it and wait.
         """
-        if self._is_repeated(request):
+        if self._bindings.is_repeated(request):
+            self._require_active(request.attempt, "repeated prepare")
             return
         if self._writing is not None:
             raise AttemptFailedError(
@@ -116,24 +116,12 @@ class Reception:
             receiver=self._receiver,
         )
         self._move(Verb.PREPARE)
-        self._request = self._last = request
+        self._bindings.bind(request)
+        self._request = request
         self._arrivals = Arrivals(request.attempt, request.owners, max_payloads_per_owner=self._settings.max_payloads_per_owner)
         self._queue = ApplyQueue(self._arrivals, request.delivery, self._settings)
         self._failure = ""
         self._num_duplicates = 0
-
-    def _is_repeated(self, request: PrepareAttempt) -> bool:
-        last = self._last
-        if last is None or request.revision > last.revision:
-            return False
-        if request != last:
-            raise CommitConflictError(
-                f"receiver {self._receiver}: {request.attempt} was bound by record revision {request.revision}, but "
-                f"{last.attempt} (revision {last.revision}) came after it; another attempt or coordinator took over"
-            )
-        if not self.is_active(request.attempt):
-            raise AttemptFailedError(f"receiver {self._receiver}: {request.attempt} is over here: {self._failure or 'stopped'}")
-        return True
 
     def fail(self, attempt: AttemptId, reason: str) -> None:
         """Something went wrong in this attempt outside of here; no payload of it is taken or applied any more."""
@@ -142,10 +130,11 @@ class Reception:
             self._move(Verb.FAIL)
 
     def mark_obsolete(self, attempt: AttemptId) -> bool:
-        """Take nothing of ``attempt`` any more. False if it is not the attempt at hand, and then nothing happens.
+        """Take nothing of ``attempt`` any more, also if its prepare only comes later. False if it is not the attempt at hand.
 
         A write that is under way is not interrupted; wait until ``is_quiet``.
         """
+        self._bindings.mark_obsolete(attempt)
         if self.attempt != attempt:
             return False
         self._move(Verb.MARK_OBSOLETE)
@@ -219,7 +208,7 @@ class Reception:
         if attempt is None:
             if self._phase is not Phase.IDLE:
                 return False
-        elif self._last is None or self._last.attempt != attempt:
+        elif self._bindings.last is None or self._bindings.last.attempt != attempt:
             return False
         self._resident = self._resident.reopened(record, receiver=self._receiver)
         return True
@@ -237,7 +226,8 @@ class Reception:
             self._num_late += 1
             return Verdict.DROP_LATE
         request, arrivals, queue = self._bound()
-        self._check_content(arrival, request)
+        if wrong := contradiction(arrival, request):
+            self._invalid(wrong)
         try:
             if arrivals.known(arrival) is not None:
                 self._num_duplicates += 1
@@ -251,15 +241,6 @@ class Reception:
         except PayloadInvalidError as error:
             self._invalid(str(error))
         return verdict
-
-    def _check_content(self, arrival: Arrival, request: PrepareAttempt) -> None:
-        for what, found, expected in (
-            ("base version", arrival.base_version, request.base_version),
-            ("target version", arrival.target_version, request.target_version),
-            ("plan", arrival.plan_digest, request.plan_digest),
-        ):
-            if found != expected:
-                self._invalid(f"{arrival.payload}: {what} {found}, expected {expected}")
 
     def _no_room(self, arrival: Arrival, arrivals: Arrivals) -> NoReturn:
         reason = (

@@ -65,6 +65,23 @@ def _prepare_failed(at: _Situation, event: e.PrepareRejected | e.PrepareFailed) 
     return _after_failure(at, at.memory.num_failures + 1)
 
 
+def _command_failed(at: _Situation, _: e.CommandFailed) -> Signal:
+    """Legal in every state that waits for an answer, so that a shell always has one to give."""
+    if at.state is _S.PREPARING:
+        return _after_failure(at, at.memory.num_failures + 1)
+    if at.state in (_S.CLEANING, _S.DISCARDING, _S.OLD_DISCARDING):
+        return _cleaned(at, e.CleanedUp())
+    return _FAILED_IN.get(at.state, _G.STUCK)
+
+
+_FAILED_IN = {
+    _S.RUNNING: _G.FAILED,
+    _S.COMMITTING: _G.COMMIT_UNKNOWN,
+    _S.BACKING_OFF: _G.BACKED_OFF,
+}
+"""What a command that failed without saying more means in states from where the machine can go on by itself."""
+
+
 def _after_failure(at: _Situation, num_failures: int) -> Signal:
     if at.memory.abort is not None:
         return _G.ABORT if at.memory.is_admitted else _G.ABORT_UNTOUCHED
@@ -135,7 +152,7 @@ _MEANING: dict[type, Signal | Callable[[_Situation, Any], Signal | None]] = {
     e.GateReopened: _G.REOPENED,
     e.AttemptClosed: _closed,
     e.BackedOff: _G.BACKED_OFF,
-    e.CommandFailed: _G.STUCK,
+    e.CommandFailed: _command_failed,
     e.Superseded: _G.SUPERSEDED,
     e.OperatorAborted: _abort_asked,
     e.OperatorRetried: _retried,
@@ -152,14 +169,24 @@ def remember(state: TransitionState, memory: Memory, event: e.Event, signal: Sig
     if note is not None:
         note(memory, event, signal)
     if isinstance(event, e.CommandFailed):
-        memory.stuck_in, memory.stuck_because = state, event.reason
-        _note(memory, f"{state.value}: {event.reason}")
+        _note_command_failed(state, memory, event, signal)
     if signal is _G.READ_BASE and state is _S.READING:
         _fail(memory, "the commit did not take effect")
     if signal is _G.GIVE_UP:
         memory.stuck_in = _S.PREPARING
         memory.stuck_because = f"{memory.num_failures} attempts failed, the first one because: {memory.causes[0]}"
     memory.outcome = _outcome(state, memory, signal)
+
+
+def _note_command_failed(state: TransitionState, memory: Memory, event: e.CommandFailed, signal: Signal) -> None:
+    if state is _S.PREPARING:
+        _note_unprepared(memory, e.PrepareFailed(reason=event.reason), signal)
+    elif state is _S.RUNNING:
+        _note_failed(memory, e.AttemptFailed(reason=event.reason), signal)
+    else:
+        _note(memory, f"{state.value}: {event.reason}")
+    if signal is _G.STUCK:
+        memory.stuck_in, memory.stuck_because = state, event.reason
 
 
 def _note_start(memory: Memory, event: e.Started, _: Signal) -> None:
