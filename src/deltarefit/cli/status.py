@@ -11,15 +11,23 @@ __all__ = ["status"]
 
 @click.command()
 @click.option("--run", "run", required=True, help="The run's URL, as the trainer and the receivers name it.")
-@click.option("--watch", "watch_s", type=float, default=None, help="Seconds to watch for signs of life; default: half a lease.")
+@click.option("--look", "look_s", type=float, default=None, help="Seconds to look for signs of life; default: half a lease.")
+@click.option("--watch", "is_watching", is_flag=True, help="Follow the refit under way until interrupted.")
+@click.option("--for", "for_s", type=click.FloatRange(0), default=None, help="With --watch: stop after so many seconds.")
 @json_option
 @guarded
-def status(*, run: str, watch_s: float | None, as_json: bool) -> None:
+def status(*, run: str, look_s: float | None, is_watching: bool, for_s: float | None, as_json: bool) -> None:
     """Show who takes part in a run, which policy version is committed, and which attempt is under way."""
     from deltarefit.runtime.clock import RandomIds, SystemClock
     from deltarefit.runtime.status import RunStatus, read_status
 
-    found = read_status(run, clock=SystemClock(), ids=RandomIds(), watch_s=watch_s)
+    if is_watching:
+        from deltarefit.cli.watching import watch
+        from deltarefit.runtime.progress_view import RunView
+
+        watch(RunView(run, clock=SystemClock(), ids=RandomIds()), SystemClock(), as_json=as_json, for_s=for_s)
+        return
+    found = read_status(run, clock=SystemClock(), ids=RandomIds(), watch_s=look_s)
 
     def human(shown: RunStatus = found) -> None:
         click.echo(f"policy version {shown.policy_version} is committed (digest {shown.policy_digest or 'unknown'})")

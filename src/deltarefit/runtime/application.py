@@ -38,6 +38,7 @@ from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.engine import EngineDriver
 from deltarefit.runtime.events import EventLog, StageEvent
+from deltarefit.runtime.progress import Progress, ProgressBoard
 from deltarefit.transport import Manifest, PayloadEntry, PayloadSource, RunStore, read_manifest
 
 __all__ = ["Application"]
@@ -80,6 +81,9 @@ class Application:
         self._must_shut = False
         self._closed_s: float | None = None
         """Since when the gate has been closed in the transition at hand."""
+        self._board = ProgressBoard(store)
+        self._applied: list[int] = []
+        """Length of each payload applied in the attempt at hand."""
         self._must_drop = False
         """Caches may stem from weights that were written over."""
         self._manifest = Manifest("")
@@ -123,9 +127,11 @@ class Application:
             delivery=Delivery.SYNCHRONOUS,
         )
         self.reception.prepare(request)
+        self._board.end()
         self._revision = body.revision
         self.failure = None
         self.written_elements = 0
+        self._applied = []
         self._manifest = Manifest(body.attempt)
         self._entries = {}
         self._flushed = None
@@ -143,6 +149,7 @@ class Application:
             DeadlineError: requests did not end.
         """
         if self.reception.close_gate(attempt):
+            self._board.begin(attempt, self._progress(self._clock.monotonic_s()))
             self._closed_s = self._log.now_s() if self._closed_s is None else self._closed_s
             self._engine.close_gate(request_timeout_s)
             self._must_shut = False
@@ -195,6 +202,7 @@ class Application:
         """
         self._engine.synchronize()
         self.reception.complete(attempt)
+        self._board.end()
 
     def stop(self, attempt: AttemptId) -> None:
         """Apply nothing more of it. Calls come between payloads, so no write is under way; devices are brought in step.
@@ -204,6 +212,7 @@ class Application:
         """
         if not self.reception.mark_obsolete(attempt):
             return
+        self._board.end()
         try:
             self._engine.synchronize()
         except (PayloadMissingError, LoaderContractError) as error:
@@ -244,6 +253,7 @@ class Application:
         resident = replace(self.reception.resident, fenced="", is_gate_closed=True)
         self.reception = Reception(self._receiver, resident=resident)
         self.failure = None
+        self._board.end()
         self._closed_s = None
         self._must_shut = True
         self.keep_shut()
@@ -327,7 +337,16 @@ class Application:
             self.reception.write_failed(name, str(error))
             raise
         self.reception.applied(name)
+        self._applied.append(entry.nbytes)
         return True
+
+    def _progress(self, began_s: float) -> Callable[[], Progress]:
+        def read() -> Progress:
+            applied = tuple(self._applied)
+            elapsed_s = self._clock.monotonic_s() - began_s
+            return Progress(who=self._log.where, payloads=len(applied), payload_nbytes=sum(applied), elapsed_s=elapsed_s)
+
+        return read
 
     def _require_listed(self, body: messages.Flush) -> None:
         """After a flush everything must show in the manifest, soon."""

@@ -21,6 +21,7 @@ from deltarefit.records import Bucket
 from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.messages import Failure, OwnerMarker
+from deltarefit.runtime.progress import Progress, ProgressBoard
 from deltarefit.runtime.trace_clock import ClockReading, boot_id
 from deltarefit.source import Owner
 from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore, keys
@@ -118,6 +119,9 @@ class OwnerWorker:
         self._clock = clock
         self._key = key
         self._boot = boot_id()
+        self._board = ProgressBoard(store)
+        self._sent: list[PayloadEntry] = []
+        """Of the build under way, or the latest."""
 
     @property
     def owner(self) -> OwnerId:
@@ -174,12 +178,16 @@ class OwnerWorker:
             self._owner.forget_candidate()
         attempt = self._bind(command)
         manifest = ManifestWriter(self._store, attempt.attempt, self.owner)
-        entries: list[PayloadEntry] = []
-        with _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline:
+        self._sent = []
+        with (
+            self._board.showing(attempt.attempt, self._progress(self._clock.monotonic_s())),
+            _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline,
+        ):
             for job in enumerate(self._scan(attempt)):
-                entries.extend(pipeline.submit(job))
-            entries.extend(pipeline.finish())
+                pipeline.submit(job)
+            pipeline.finish()
         manifest.end()
+        entries = self._sent
         marker = self._machine.end(attempt.attempt)
         return OwnerReply(
             int(self.owner),
@@ -189,6 +197,21 @@ class OwnerWorker:
             changed_elements=self._owner.changed_elements,
             digests=_hex(self._owner.candidate_digests()),
         )
+
+    def _progress(self, began_s: float) -> Callable[[], Progress]:
+        total_nbytes = self._owner.owned_nbytes
+
+        def read() -> Progress:
+            return Progress(
+                who=self._events.where,
+                done_nbytes=min(self._owner.compared_nbytes, total_nbytes),
+                total_nbytes=total_nbytes,
+                payloads=len(self._sent),
+                payload_nbytes=sum(entry.nbytes for entry in tuple(self._sent)),
+                elapsed_s=self._clock.monotonic_s() - began_s,
+            )
+
+        return read
 
     def _bind(self, command: Build) -> _Attempt:
         attempt = AttemptId(command.attempt)
@@ -223,7 +246,7 @@ class OwnerWorker:
                     f"{attempt.attempt}: given up by the coordinator; owner {self.owner} builds no further"
                 )
 
-    def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter, sequence: int, bucket: Bucket) -> PayloadEntry:
+    def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter, sequence: int, bucket: Bucket) -> None:
         name = PayloadId(attempt.attempt, sequence, self.owner)
         with self._events.stage("encode", attempt.attempt, nbytes=bucket.input_nbytes, payload=str(name)):
             data = payload.encode(
@@ -243,19 +266,19 @@ class OwnerWorker:
         with self._events.stage("send", attempt.attempt, nbytes=len(data), payload=str(name)):
             self._sender.send(name, data)
             manifest.add(entry)
-        return entry
+        self._sent.append(entry)
 
 
 class _Pipeline:
-    """Runs jobs on one background thread, at most ``depth`` waiting, results in order of submission."""
+    """Runs jobs on one background thread, in order of submission, at most ``depth`` of them waiting."""
 
-    def __init__(self, work: Callable[[tuple[int, Bucket]], PayloadEntry], depth: int) -> None:
+    def __init__(self, work: Callable[[tuple[int, Bucket]], None], depth: int) -> None:
         if depth < 1:
             raise RejectedError(f"pipeline depth {depth}: expected at least 1")
         self._work = work
         self._depth = depth
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deltarefit-send")
-        self._running: deque[Future[PayloadEntry]] = deque()
+        self._running: deque[Future[None]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -263,16 +286,16 @@ class _Pipeline:
     def __exit__(self, *exc_info: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, job: tuple[int, Bucket]) -> list[PayloadEntry]:
-        """Start a job; returns the results that had to be waited for to make room."""
-        done = [self._running.popleft().result()] if len(self._running) >= self._depth else []
+    def submit(self, job: tuple[int, Bucket]) -> None:
+        """Start a job, after waiting for room; raises what an earlier one raised."""
+        if len(self._running) >= self._depth:
+            self._running.popleft().result()
         self._running.append(self._pool.submit(self._work, job))
-        return done
 
-    def finish(self) -> list[PayloadEntry]:
-        done = [future.result() for future in self._running]
-        self._running.clear()
-        return done
+    def finish(self) -> None:
+        """Wait for all jobs; raises what one of them raised."""
+        while self._running:
+            self._running.popleft().result()
 
 
 def _hex(digests: dict[str, TensorDigest]) -> dict[str, str]:

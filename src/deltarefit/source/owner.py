@@ -74,6 +74,7 @@ class Owner:
         self._residual = residual
         self._is_complete = False
         self._stats = BuildStats()
+        self._totals = _Totals(num_converted=0)
 
     @property
     def baseline(self) -> SourceBaseline:
@@ -84,6 +85,16 @@ class Owner:
     def stats(self) -> BuildStats:
         """Of the latest complete build."""
         return self._stats
+
+    @property
+    def owned_nbytes(self) -> int:
+        """Of the shards that every build compares; residual tensors come on top, when they are converted."""
+        return sum(tracker.task.nbytes for tracker in self.baseline.trackers)
+
+    @property
+    def compared_nbytes(self) -> int:
+        """Input bytes of the build under way, or the latest one, that were compared so far. May be read from any thread."""
+        return self._totals.scanned_nbytes
 
     @property
     def changed_elements(self) -> int:
@@ -101,7 +112,7 @@ class Owner:
             OperatorRequiredError: the candidate is not the one that an earlier attempt of this transition read.
         """
         converted = self._convert(plan, mode)
-        totals = _Totals(num_converted=len(converted))
+        self._totals = totals = _Totals(num_converted=len(converted))
         chunks = itertools.chain(
             ([one] for one in converted), self._direct.over_chunks(lambda chunk: self._scan(chunk, plan, mode))
         )

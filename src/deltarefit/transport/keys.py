@@ -8,6 +8,8 @@
     attempts/<attempt>/payloads/<sequence>-<owner>
     attempts/<attempt>/manifest/<owner>    each owner writes its own part, so no part has two writers
     attempts/<attempt>/halt                there once the coordinator has given the attempt up, while owners still build
+    attempts/<attempt>/progress/<who>      how far each participant is, for people
+    relays/<name>                          one beacon per relay
     plans/<digest>                         refit plans, by content
 
 Numbers have fixed widths, so the order of keys is the declared order of payloads and the order of a sender's messages.
@@ -27,6 +29,7 @@ __all__ = [
     "MAIL",
     "MEMBERS",
     "PLANS",
+    "RELAYS",
     "MailKey",
     "attempt_of",
     "attempt_prefix",
@@ -42,6 +45,10 @@ __all__ = [
     "payload",
     "payload_prefix",
     "plan",
+    "progress",
+    "progress_prefix",
+    "relay",
+    "slug",
 ]
 
 CONTROL = "control"
@@ -49,6 +56,7 @@ MEMBERS = "members"
 MAIL = "mail"
 ATTEMPTS = "attempts"
 PLANS = "plans"
+RELAYS = "relays"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAIL = re.compile(r"(\d{8})-(\d{12})-([0-9a-f]{8})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -69,7 +77,7 @@ def control(name: str) -> str:
 
 
 def member(name: str) -> str:
-    """The beacon of a receiver, an owner or a relay."""
+    """The beacon of a receiver."""
     return f"{MEMBERS}/{_checked('member', name)}"
 
 
@@ -112,6 +120,26 @@ def manifest_part(attempt: AttemptId, owner: int) -> str:
 def halt(attempt: AttemptId) -> str:
     """Tells owners in the middle of a build that it is in vain."""
     return f"{attempt_prefix(attempt)}/halt"
+
+
+def progress_prefix(attempt: AttemptId) -> str:
+    """How far the participants of an attempt are."""
+    return f"{attempt_prefix(attempt)}/progress"
+
+
+def progress(attempt: AttemptId, who: str) -> str:
+    """How far one participant is."""
+    return f"{progress_prefix(attempt)}/{_checked('participant', who)}"
+
+
+def relay(name: str) -> str:
+    """The beacon of a relay."""
+    return f"{RELAYS}/{_checked('relay', name)}"
+
+
+def slug(text: str) -> str:
+    """``receiver rollout-0`` as one segment of a key, cut to the length that names may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:64]
 
 
 def plan(digest: str) -> str:
