@@ -22,6 +22,7 @@ from deltarefit.errors import (
 from deltarefit.ids import EncodingMode
 
 if TYPE_CHECKING:
+    from deltarefit.runtime.auditing import AuditReport
     from deltarefit.runtime.publisher import Publisher
     from deltarefit.runtime.receiver_agent import Receiver
     from deltarefit.runtime.report import RefitReport
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttemptFailedError",
+    "AuditReport",
     "CommitConflictError",
     "EncodingMode",
     "OperatorRequiredError",
@@ -44,6 +46,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AuditReport": "deltarefit.runtime.auditing",
     "Publisher": "deltarefit.runtime.publisher",
     "PublisherSettings": "deltarefit.runtime.settings",
     "Receiver": "deltarefit.runtime.receiver_agent",

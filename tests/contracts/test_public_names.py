@@ -11,6 +11,7 @@ import deltarefit
 
 PUBLIC = [
     "AttemptFailedError",
+    "AuditReport",
     "CommitConflictError",
     "EncodingMode",
     "OperatorRequiredError",

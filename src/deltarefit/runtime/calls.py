@@ -12,6 +12,7 @@ from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.clock import Clock, Deadline
 from deltarefit.runtime.members import Member, Members
 from deltarefit.runtime.messages import (
+    Audited,
     Broken,
     Call,
     CallBody,
@@ -34,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _TAKE_S = 0.25  # how long one look into the mailbox may last before anything else is looked at again
 _WAKE_S = 0.05  # between looks of a thread that is to be woken
 
-Answer = Surveyed | Completed | Done | RefitError
+Answer = Surveyed | Audited | Completed | Done | RefitError
 """What a receiver said, or why it did not."""
 Poll = Callable[[], None]
 """Called now and then while waiting; whatever it raises ends the wait."""

@@ -43,6 +43,9 @@ class EngineDriver(Protocol):
     def digests(self) -> Sequence[Mapping[str, RankDigest]]:
         """Per rank, digests of the canonical tensors computed from the bits it holds now."""
 
+    def drift(self) -> Sequence[tuple[str, ...]]:
+        """Per rank, storages whose bytes outside all canonical tensors have changed since prewarm."""
+
     def drop_caches(self) -> None:
         """Forget everything computed from older weights (prefix and KV caches). A refusal is an error."""
 
@@ -104,6 +107,9 @@ class LocalEngine:
 
     def digests(self) -> Sequence[Mapping[str, RankDigest]]:
         return (self._rank.digests(),)
+
+    def drift(self) -> Sequence[tuple[str, ...]]:
+        return (self._rank.drift(),)
 
     def drop_caches(self) -> None:
         """A bare module has no caches; its owner clears what it keeps in ``on_refit``."""

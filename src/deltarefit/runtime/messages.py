@@ -24,6 +24,8 @@ from deltarefit.runtime.events import StageEvent
 from deltarefit.runtime.trace_clock import ClockReading
 
 __all__ = [
+    "Audit",
+    "Audited",
     "Broken",
     "Call",
     "CallBody",
@@ -86,6 +88,10 @@ class Failure(_Message, frozen=True, forbid_unknown_fields=True):
 
 class Survey(_Message, frozen=True, forbid_unknown_fields=True):
     """Compute digests from the resident bits. Writes nothing and belongs to no attempt."""
+
+
+class Audit(_Message, frozen=True, forbid_unknown_fields=True):
+    """Show everything that can be told of the resident bits, on demand. Writes nothing and belongs to no attempt."""
 
 
 class Prepare(_Message, frozen=True, forbid_unknown_fields=True):
@@ -158,6 +164,16 @@ class Surveyed(_Message, frozen=True, forbid_unknown_fields=True):
     """Hex digest per canonical tensor that the engine holds; None where resident bits cannot prove it."""
 
 
+class Audited(_Message, frozen=True, forbid_unknown_fields=True):
+    digests: dict[str, str | None]
+    """As in ``Surveyed``."""
+    disagreeing: dict[str, tuple[int, ...]]
+    """Tensors of which ranks hold the same elements with different bits, and these ranks. Their digests are no policy's."""
+    drifted: tuple[str, ...]
+    """Storages whose bytes outside all canonical tensors changed since prewarm, as ``rank <n>: <name>``."""
+    covered: str
+
+
 class Completed(_Message, frozen=True, forbid_unknown_fields=True):
     written_elements: int
     digests: dict[str, str | None] | None
@@ -179,8 +195,8 @@ class Broken(_Message, frozen=True, forbid_unknown_fields=True):
     failure: Failure
 
 
-CallBody = Survey | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
-ReplyBody = Surveyed | Completed | Done | Failure | Broken
+CallBody = Survey | Audit | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
+ReplyBody = Surveyed | Audited | Completed | Done | Failure | Broken
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from deltarefit.runtime.owner_worker import (
     OwnerReply,
     OwnerWorker,
     ReleaseAttempt,
+    ShowBaseline,
     StopSending,
 )
 from deltarefit.runtime.trace_clock import TimeAxis
@@ -104,7 +105,7 @@ class OwnerGroup:
     @staticmethod
     def _decode(data: bytes) -> Command:
         try:
-            return msgspec.msgpack.decode(data, type=Build | StopSending | ReleaseAttempt | CommitBaseline | End)
+            return msgspec.msgpack.decode(data, type=Build | StopSending | ReleaseAttempt | CommitBaseline | ShowBaseline | End)
         except msgspec.DecodeError as error:
             raise TransportError(f"command from rank 0: {error}") from error
 

@@ -26,7 +26,17 @@ from deltarefit.runtime.trace_clock import ClockReading, boot_id
 from deltarefit.source import Owner
 from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore, keys
 
-__all__ = ["Build", "Command", "CommitBaseline", "End", "OwnerReply", "OwnerWorker", "ReleaseAttempt", "StopSending"]
+__all__ = [
+    "Build",
+    "Command",
+    "CommitBaseline",
+    "End",
+    "OwnerReply",
+    "OwnerWorker",
+    "ReleaseAttempt",
+    "ShowBaseline",
+    "StopSending",
+]
 
 _IN_FLIGHT = 4  # encoded payloads waiting for the transport, per owner; bounds memory to so many buckets
 _HALT_S = 0.5  # how often an owner that builds looks whether it should stop
@@ -69,6 +79,10 @@ class CommitBaseline(_Command, frozen=True, forbid_unknown_fields=True):
     record: CommitRecord
 
 
+class ShowBaseline(_Command, frozen=True, forbid_unknown_fields=True):
+    """Count the digests of the committed bits anew, from memory. Changes nothing."""
+
+
 class End(_Command, frozen=True, forbid_unknown_fields=True):
     """The transition ended; ``report`` or ``failure`` is what refit() returns or raises on every rank."""
 
@@ -76,7 +90,7 @@ class End(_Command, frozen=True, forbid_unknown_fields=True):
     failure: Failure | None
 
 
-Command = Build | StopSending | ReleaseAttempt | CommitBaseline | End
+Command = Build | StopSending | ReleaseAttempt | CommitBaseline | ShowBaseline | End
 
 
 class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,6 +170,8 @@ class OwnerWorker:
                 self._sender.cleanup(AttemptId(attempt))
             case CommitBaseline():
                 return self._commit(command)
+            case ShowBaseline():
+                return OwnerReply(int(self.owner), digests=_hex(self._owner.recount()))
             case End():
                 pass
         return OwnerReply(int(self.owner))

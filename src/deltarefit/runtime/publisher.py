@@ -21,6 +21,7 @@ from deltarefit.errors import (
 )
 from deltarefit.protocol import CommitRecord, ControlState, TransitionOutcome, UnfinishedAttempt, commands, events
 from deltarefit.runtime.adapters import source_integration
+from deltarefit.runtime.auditing import AuditReport, audit
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.coordinator import Coordinator
 from deltarefit.runtime.driving import drive
@@ -123,15 +124,22 @@ class Publisher:
             CommitConflictError: another coordinator took the run over; stop.
             OperatorRequiredError: retries cannot repair it; the text names the command to run.
         """
-        if self._is_closed:
-            raise RejectedError("refit on a closed Publisher; make a new one")
         self._source.adapter.barrier()
-        end = self._lead() if self._collective.rank == 0 else self._owners.follow()
-        if end.failure is not None:
-            raise end.failure.error()
-        report = msgspec.json.decode(end.report, type=RefitReport)
+        report = msgspec.json.decode(self._decide("refit", self._transition), type=RefitReport)
         self._policy_version = report.policy_version
         return report
+
+    def audit(self) -> AuditReport:
+        """Have every receiver prove from the bits it holds now that they are the committed policy's. Changes nothing.
+
+        Reads all weights of every receiver, which go on serving, and the trainers' committed copy. Whatever differs is named,
+        and sent whole by the next refit. Every training rank must call it.
+
+        Raises:
+            RejectedError: a refit is unfinished, or no receiver joined; the text says what to do.
+            CommitConflictError: another coordinator took the run over; stop.
+        """
+        return msgspec.json.decode(self._decide("audit", self._audit), type=AuditReport)
 
     def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
         """Have ``listener`` called with each stage that ends on this rank, from the thread that ran it."""
@@ -229,11 +237,20 @@ class Publisher:
 
     # --- one refit on rank 0 ----------------------------------------------------------------------------------------
 
-    def _lead(self) -> End:
-        """Run the transition; whatever happens, let the other ranks go with the same result."""
-        end = End(b"", Failure(AttemptFailedError.__name__, "the refit was interrupted on rank 0"))
+    def _decide(self, what: str, work: Callable[[], msgspec.Struct]) -> bytes:
+        """Have rank 0 do it while the others follow; its report, as JSON, or its failure on every rank."""
+        if self._is_closed:
+            raise RejectedError(f"{what} on a closed Publisher; make a new one")
+        end = self._lead(what, work) if self._collective.rank == 0 else self._owners.follow()
+        if end.failure is not None:
+            raise end.failure.error()
+        return end.report
+
+    def _lead(self, what: str, work: Callable[[], msgspec.Struct]) -> End:
+        """Do the work; whatever happens, let the other ranks go with the same result."""
+        end = End(b"", Failure(AttemptFailedError.__name__, f"the {what} was interrupted on rank 0"))
         try:
-            end = End(msgspec.json.encode(self._transition()), None)
+            end = End(msgspec.json.encode(work()), None)
         except RefitError as error:
             end = End(b"", Failure.of(error))
         finally:
@@ -242,6 +259,14 @@ class Publisher:
             if not self._owners.is_lost:
                 self._owners.end(end)
         return end
+
+    def _audit(self) -> AuditReport:
+        hold, session = self._hold, self._session
+        if hold is None or session is None:
+            raise RejectedError("audit without a run; make a new Publisher")
+        hold.ensure_may_act()
+        self._await_receivers(session)
+        return audit(session, self._record(session))
 
     def _transition(self) -> RefitReport:
         hold, session = self._hold, self._session

@@ -10,7 +10,7 @@ from deltarefit.errors import AttemptFailedError, LoaderContractError, PayloadMi
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.plan import RefitPlan
 from deltarefit.protocol import CommitRecord
-from deltarefit.receiver import merge_digests
+from deltarefit.receiver import RankSurvey, survey_ranks
 from deltarefit.runtime import messages
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.engine import EngineDriver
@@ -138,6 +138,8 @@ class ReceiverDesk:
         match body:
             case messages.Survey():
                 return messages.Surveyed(hex_digests(self.digests()))
+            case messages.Audit():
+                return self._audit()
             case messages.Prepare():
                 self._drop_flush()
                 application.prepare(body, self._plan(body))
@@ -158,14 +160,28 @@ class ReceiverDesk:
         return messages.Done()
 
     def digests(self) -> Mapping[str, TensorDigest | None]:
-        """Per canonical tensor that this engine holds, the digest of its resident bits; None where they prove nothing."""
+        """Per canonical tensor that this engine holds, the digest of its resident bits; None where they prove nothing.
+
+        Where ranks disagree about elements that they all hold, the digest is no policy's.
+        """
+        return self._survey().digests
+
+    def _audit(self) -> messages.Audited:
+        survey = self._survey()
+        drifted = tuple(f"rank {rank}: {name}" for rank, names in enumerate(self._engine.drift()) for name in names)
+        return messages.Audited(hex_digests(survey.digests), survey.disagreeing, drifted, self._engine.covered())
+
+    def _survey(self) -> RankSurvey:
         if self.catalog is None:
             raise RejectedError(f"receiver {self._name} has not prewarmed yet")
         try:
             self._engine.synchronize()
         except (PayloadMissingError, LoaderContractError) as error:
             _LOG.info("receiver %s: %s", self._name, error)  # left by a failed attempt; the digests will show it
-        return merge_digests(self._engine.digests(), self.catalog)
+        survey = survey_ranks(self._engine.digests(), self.catalog)
+        if survey.disagreeing:
+            _LOG.warning("receiver %s: its ranks disagree about %s", self._name, survey.disagreeing)
+        return survey
 
     def _plan(self, body: messages.Prepare) -> RefitPlan:
         plan = RefitPlan.from_wire(self._store.get(keys.plan(body.plan_digest), max_nbytes=MAX_PLAN_NBYTES))
@@ -201,6 +217,7 @@ def hex_digests(digests: Mapping[str, TensorDigest | None]) -> dict[str, str | N
 
 _ACTIVITIES: Mapping[type, str] = {
     messages.Survey: "showing what it holds",
+    messages.Audit: "showing what it holds",
     messages.Prepare: "bound",
     messages.OpenApply: "applying",
     messages.Flush: "finishing",

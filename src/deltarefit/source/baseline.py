@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltarefit import kernels
 from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Piece, merge_pieces
+from deltarefit.pieces import Piece, StridedView, merge_pieces, whole
 from deltarefit.records import CodedItem, Encoding, LocationForm
 from deltarefit.source.task import ConversionTask
 
@@ -68,6 +68,13 @@ class TaskTracker:
         storage = self.task.words()
         self.digest = sum((kernels.digest(storage, group) for group in self.groups), TensorDigest())
 
+    def recount(self) -> TensorDigest:
+        """The digest of the committed words, from memory."""
+        total = TensorDigest()
+        for pieces, committed in zip(self.groups, self._words, strict=True):
+            total += kernels.digest(committed, _one_after_another(pieces))
+        return total
+
     def scan(self, encoding: Encoding, *, everything: bool = False) -> TrackerScan:
         """Compare storage with the committed words: an item per group that changed, or per group if ``everything`` is sent."""
         storage = self.task.words()
@@ -87,6 +94,17 @@ class TaskTracker:
         storage = self.task.words()
         for pieces, committed in zip(self.groups, self._words, strict=True):
             kernels.commit(committed, storage, pieces)
+
+
+def _one_after_another(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same canonical views against words in piece order."""
+    moved: list[Piece] = []
+    start = 0
+    for piece in pieces:
+        view = whole(piece.canonical.shape)
+        moved.append(Piece(piece.canonical, StridedView(start, view.shape, view.stride)))
+        start += piece.num_elements
+    return moved
 
 
 class SourceBaseline:

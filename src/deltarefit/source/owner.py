@@ -156,6 +156,11 @@ class Owner:
         residual = self._residual.digests() if self._residual is not None else {}
         return sum_by_name((*self._direct.digests().items(), *residual.items()))
 
+    def recount(self) -> dict[str, TensorDigest]:
+        """``digests``, counted anew from the committed words; unlike them if a bit of this memory has flipped since."""
+        residual = self._residual.baseline.recount() if self._residual is not None else {}
+        return sum_by_name((*self._direct.recount().items(), *residual.items()))
+
     def candidate_digests(self) -> dict[str, TensorDigest]:
         """Of the candidate: what ``digests`` will say once it is committed. After a commit, the same as ``digests``.
 

@@ -58,6 +58,7 @@ class ResidualBaseline:
 
     def __init__(self, specs: Sequence[TensorSpec], directory: Path | None) -> None:
         arena = allocate(sum(spec.nbytes for spec in specs) + 8 * len(specs), directory)
+        self._specs = {spec.name: spec for spec in specs}
         self._held: dict[str, _Held] = {}
         start = 0
         for spec in specs:
@@ -117,6 +118,10 @@ class ResidualBaseline:
 
     def digests(self) -> dict[str, TensorDigest]:
         return {name: held.digest for name, held in self._held.items()}
+
+    def recount(self) -> dict[str, TensorDigest]:
+        """``digests``, counted anew from the committed words."""
+        return {name: kernels.digest(held.words, _pieces(self._specs[name])) for name, held in self._held.items()}
 
     def candidate_digests(self) -> dict[str, TensorDigest]:
         return {name: held.digest + (held.change or TensorDigest()) for name, held in self._held.items()}

@@ -79,6 +79,12 @@ class TrackerSet:
         """Of the committed words, by tensor."""
         return sum_by_name((tracker.task.spec.name, tracker.digest) for tracker in self.baseline.trackers)
 
+    def recount(self) -> dict[str, TensorDigest]:
+        """``digests``, counted anew from the committed words."""
+        counted = self.over_chunks(lambda chunk: [(tracker.task.spec.name, tracker.recount()) for tracker in chunk])
+        empty = ((t.task.spec.name, TensorDigest()) for t in self.baseline.trackers if not t.task.num_elements)
+        return sum_by_name((*empty, *(entry for listed in counted for entry in listed)))
+
     def candidate_digests(self) -> dict[str, TensorDigest]:
         """Of the candidate as far as it was scanned, by tensor."""
         none = TensorDigest()

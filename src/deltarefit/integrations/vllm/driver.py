@@ -111,6 +111,11 @@ class VllmEngine:
         digests: Sequence[Mapping[str, RankDigest]] = self._operate("digests")
         return digests
 
+    def drift(self) -> Sequence[tuple[str, ...]]:
+        """Per rank, storages whose bytes outside all canonical tensors have changed since prewarm."""
+        drifted: Sequence[tuple[str, ...]] = self._operate("drift")
+        return drifted
+
     def drop_caches(self) -> None:
         """Forget keys, values and encoder outputs of older weights.
 

@@ -36,6 +36,7 @@ RESULTS: Mapping[str, Any] = {
     "apply": int,
     "synchronize": None,
     "digests": dict[str, RankDigest],
+    "drift": tuple[str, ...],
     "raw_state": dict[str, RawTensor],
 }
 """Operation to the type of its result."""
@@ -65,6 +66,7 @@ class RankOperations:
             "apply": self._apply,
             "synchronize": lambda _: self._receiver.synchronize(),
             "digests": lambda _: self._receiver.digests(),
+            "drift": lambda _: self._receiver.drift(),
             "raw_state": lambda _: self._raw_state(),
         }
 
