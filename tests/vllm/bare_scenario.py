@@ -11,21 +11,12 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_DIST_IDENT="bare",
-)
+from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm
+
+os.environ.update(ENVIRONMENT)
 
 import msgspec
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltarefit import kernels
 from deltarefit.bits import logical_words, spec_of
@@ -41,37 +32,7 @@ from deltarefit.testing.oracle import delta_payload, differing, plan_for, raw_st
 WORK, RANK, WORLD, EXPERT_PARALLEL = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "ep"
 
 
-def configure(architecture: str):
-    return EngineArgs(
-        model=str(WORK / architecture),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=256,
-        dtype="bfloat16",
-        tensor_parallel_size=WORLD,
-        distributed_executor_backend="mp" if WORLD > 1 else "uni",
-        enable_expert_parallel=EXPERT_PARALLEL,
-    ).create_engine_config()
-
-
-def initialise(config) -> None:
-    with set_current_vllm_config(config):
-        init_distributed_environment(WORLD, RANK, f"file://{WORK / f'rendezvous-{WORLD}-{EXPERT_PARALLEL}'}", RANK, "gloo")
-        ensure_model_parallel_initialized(WORLD, 1)
-
-
-def build(config, weights):
-    """A model that vLLM's own loader filled, unpacked: ``process_weights_after_loading`` is not called."""
-    config.compilation_config.static_forward_context.clear()
-    with (
-        set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
-        torch.device("cpu"),
-        torch.no_grad(),
-    ):
-        model = initialize_model(vllm_config=config)
-        model.load_weights(list(weights.items()))
-    return model.eval()
+BARE = BareVllm(WORK / f"rendezvous-{WORLD}-{EXPERT_PARALLEL}", rank=RANK, world=WORLD, expert_parallel=EXPERT_PARALLEL)
 
 
 def addresses(model) -> dict[str, int]:
@@ -98,18 +59,17 @@ class Refits:
         for seed in (1, 2):
             self.versions.append(perturbed(self.versions[-1], 0.03, seed=seed))
         self.catalog = Catalog(spec_of(name, tensor) for name, tensor in self.versions[0].items())
-        self.fresh = [raw_state(build(config, weights)) for weights in self.versions]
+        self.fresh = [raw_state(BARE.build(config, weights)) for weights in self.versions]
 
     def receiver(self, path: ApplyPath, model, **settings):
         def load(weights):
-            with set_current_vllm_config(self.config):
-                return model.load_weights(weights)
+            return BARE.load(self.config, model, weights)
 
         return RankReceiver(model, load, settings=ReceiverSettings(path=path, verify_writes=True, **settings))
 
     def refit(self, path: ApplyPath, prefer: Encoding, **settings) -> dict:
         """v0 to v1 with masks, then v2 by overwrites over a mixture that a failed attempt left."""
-        model = build(self.config, self.versions[0])
+        model = BARE.build(self.config, self.versions[0])
         before, places = raw_state(model), addresses(model)
         receiver = self.receiver(path, model, **settings)
         report = receiver.prewarm(self.catalog)
@@ -133,7 +93,7 @@ class Refits:
 
     def audit(self) -> dict:
         """A dense attempt, after which everything is proven; then one flipped bit in every storage in turn."""
-        model = build(self.config, self.versions[0])
+        model = BARE.build(self.config, self.versions[0])
         receiver = self.receiver(ApplyPath.COMPILED, model)
         report = receiver.prewarm(self.catalog)
         plan = plan_for([report], self.catalog)
@@ -167,12 +127,9 @@ class Refits:
 
 def main() -> None:
     results: dict[str, object] = {}
-    for number, architecture in enumerate(sys.argv[5:]):
+    for architecture in sys.argv[5:]:
         try:
-            config = configure(architecture)
-            if number == 0:
-                initialise(config)
-            refits = Refits(architecture, config)
+            refits = Refits(architecture, BARE.configure(WORK / architecture))
             results[architecture] = {
                 "compiled": refits.refit(ApplyPath.COMPILED, Encoding.DIFFERENCE),
                 "compiled xor": refits.refit(ApplyPath.COMPILED, Encoding.XOR),
