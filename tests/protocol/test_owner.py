@@ -16,7 +16,9 @@ K3 = CommitRecord(PolicyVersion(3), BaselineId("b3"))
 
 def bind(attempt: AttemptId = A1, revision: int = 5) -> BindOwner:
     target = CommitRecord(PolicyVersion(4), BaselineId(f"b4-{attempt}"))
-    return BindOwner(attempt=attempt, revision=revision, base=K3, target=target, candidate="w4")
+    return BindOwner(
+        attempt=attempt, revision=revision, base=K3, target=target, candidate="w4"
+    )  # fmt: skip
 
 
 def bound() -> OwnerMachine:
@@ -62,13 +64,18 @@ def test_the_baseline_moves_only_to_what_the_record_names_and_the_update_may_be_
     assert (owner.baseline, owner.phase) == (record.baseline, OwnerPhase.IDLE)
 
 
-def test_a_commit_of_an_earlier_attempt_of_the_same_transition_can_still_be_taken_over() -> None:
+def test_an_attempt_that_was_stopped_here_can_still_turn_out_committed() -> None:
     owner = bound()
     owner.mark_obsolete(A1)
-    owner.prepare(bind(A2, revision=8))
     assert owner.must_update(bind(A1).target)
-    owner.updated(bind(A1).target)
-    assert owner.baseline == "b4-a1"
+
+
+def test_an_earlier_attempt_cannot_be_committed_once_a_later_one_is_bound() -> None:
+    """Binding the later one to the record fenced it; an owner that is told otherwise must not guess."""
+    owner = bound()
+    owner.prepare(bind(A2, revision=8))
+    with pytest.raises(OperatorRequiredError, match="no candidate of that name"):
+        owner.must_update(bind(A1).target)
 
 
 def test_a_record_that_names_an_unknown_baseline_needs_an_operator() -> None:
@@ -96,6 +103,13 @@ def test_the_candidate_is_fixed_until_the_transition_ends() -> None:
         owner.prepare(other)
     owner.abandoned()
     owner.prepare(other)
+
+
+def test_another_candidate_is_fine_in_a_new_transition() -> None:
+    """Also if nobody told this owner how the former one ended."""
+    owner = bound()
+    owner.prepare(replace(bind(A2, revision=8), candidate="w5", starts_transition=True))
+    assert owner.is_active(A2)
 
 
 def test_an_older_prepare_is_a_conflict() -> None:

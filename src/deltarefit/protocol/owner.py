@@ -34,13 +34,17 @@ class BindOwner:
     base: CommitRecord
     target: CommitRecord
     candidate: str
+    starts_transition: bool = False
+    """The candidate may be another than before: the first attempt of a transition, or one that sends every element. The control
+    record allowed it."""
 
 
 class OwnerMachine:
     """One owner. The baseline never leads the record and never lags behind it once the transition has ended.
 
     The baseline moves only in ``updated``, and only to what the commit record names. The update writes absolute values from the
-    fixed candidate, so it may be begun again after a crash of the coordinator in the middle of it.
+    fixed candidate, so it may be begun again after a crash of the coordinator in the middle of it. Only the latest attempt can
+    be committed once it is bound here, because binding it to the record fenced all earlier ones.
     """
 
     def __init__(self, owner: OwnerId, baseline: BaselineId | None) -> None:
@@ -48,9 +52,6 @@ class OwnerMachine:
         self._owner = owner
         self._baseline = baseline
         self._bound: BindOwner | None = None
-        self._held: dict[BaselineId, str] = {}
-        """Candidate baselines of this transition's attempts, all of the one fixed candidate."""
-        self._candidate = ""
         self._bindings: BindingLog[BindOwner] = BindingLog(f"owner {owner}")
         self._phase = OwnerPhase.IDLE
         self._digests: list[str] = []
@@ -84,15 +85,14 @@ class OwnerMachine:
                 f"owner {self._owner}: its baseline is {self._baseline}, the attempt starts from {request.base}; "
                 "finish the former transition, or reinitialise the baseline"
             )
-        if self._held and self._candidate != request.candidate:
+        before = self._bound
+        if before is not None and before.candidate != request.candidate and not request.starts_transition:
             raise RejectedError(
-                f"owner {self._owner}: candidate {request.candidate}, but {self._candidate} is fixed until the end: "
-                "the optimizer must not step during a refit"
+                f"owner {self._owner}: candidate {request.candidate}, but {before.candidate} is fixed until the transition "
+                "ends: the optimizer must not step during a refit"
             )
         self._bindings.bind(request)
         self._bound = request
-        self._candidate = request.candidate
-        self._held[request.target.baseline] = request.candidate
         self._phase = OwnerPhase.SENDING
         self._digests = []
 
@@ -134,7 +134,7 @@ class OwnerMachine:
         """
         if record.baseline == self._baseline:
             return False
-        if record.baseline in self._held:
+        if self._bound is not None and record.baseline == self._bound.target.baseline:
             return True
         raise OperatorRequiredError(
             f"owner {self._owner}: {record} is committed, but this owner holds {self._baseline or 'no baseline'} and no "
@@ -159,7 +159,5 @@ class OwnerMachine:
 
     def _drop(self) -> None:
         self._bound = None
-        self._held = {}
-        self._candidate = ""
         self._phase = OwnerPhase.IDLE
         self._digests = []
