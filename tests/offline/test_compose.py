@@ -83,6 +83,17 @@ def test_difference_and_mask_of_one_word_are_refused(order):
         changes.then([item_of({3: 5}, order[1], 2, 8)], "slice")
 
 
+def test_difference_and_mask_merge_where_the_image_is_zeros():
+    changes = Changes(np.dtype("<u2"), 8, 2)
+    changes.resize(8)
+    changes.then([item_of({3: 5}, Encoding.DIFFERENCE, 2, 8)], "slice")
+    changes.then([item_of({3: 6}, Encoding.XOR, 2, 8)], "slice")
+    words = np.zeros(8, "<u2")
+    for item in changes.coded(TensorSpec("0", "BF16", (8,))):
+        apply_item(words, (contiguous(0, 8),), item)
+    assert words.tolist() == [0, 0, 0, 3, 0, 0, 0, 0]
+
+
 def test_dense_items_leave_other_words_alone():
     """A dense form would be smaller here, but it must not touch what another item or the image says."""
     rng = np.random.default_rng(0)

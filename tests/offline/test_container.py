@@ -122,6 +122,7 @@ NAME, BASE, TARGET, CARRIED, SENT = range(5)
         pytest.param(set_at("files", 0, 4, 3), "blob 3 of 1", id="blob out of range"),
         pytest.param(set_at("files", 0, 4, None), "no header", id="no header"),
         pytest.param(set_at("files", []), "a single file, but 0", id="no files"),
+        pytest.param(set_at("files", 0, 3, "0" * 32), "expected 0{32}", id="file digest"),
         pytest.param(set_at("files", 0, 2, 5), "covers? ", id="file size"),
         pytest.param(set_at("blobs", 0, 2, 10**9), "at most 100000000", id="blob too large"),
         pytest.param(set_at("blobs", 0, 2, 5), "expected 5", id="blob of another size"),

@@ -15,6 +15,7 @@ from deltarefit.errors import BaseMismatchError, PayloadInvalidError, RejectedEr
 from deltarefit.offline import grid
 from deltarefit.offline.container import Delta
 from deltarefit.offline.diff import detached
+from deltarefit.offline.files import Disk
 from deltarefit.records import CodedItem, Encoding, LocationForm
 
 DTYPES = {"BOOL": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F4": 0.5, "C128": 16}
@@ -165,12 +166,19 @@ def test_fold_of_changes_and_their_opposite_sends_nothing(tmp_path):
     assert report.base == report.target
 
 
+class NoDisk(Disk):
+    """Any step fails: nothing may be written before everything was checked."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"{name} before everything was checked")
+
+
 def assert_refused(tmp_path, error, text, base, deltas):
     before = {path: files_of(path) for path in tmp_path.iterdir() if path.is_dir()}
     with pytest.raises(error, match=text):
-        offline.apply_deltas(base, deltas, tmp_path / "out")
+        offline.apply_deltas(base, deltas, tmp_path / "out", disk=NoDisk())
     with pytest.raises(error, match=text):
-        offline.apply_in_place(base, deltas)
+        offline.apply_in_place(base, deltas, disk=NoDisk())
     assert {path: files_of(path) for path in tmp_path.iterdir() if path.is_dir()} == before
 
 
@@ -193,6 +201,16 @@ def test_wrong_shape_names_the_first_differing_tensor(tmp_path):
 def test_result_as_base_is_recognised(tmp_path):
     paths, deltas = chain_of(tmp_path, four_versions())
     assert_refused(tmp_path, BaseMismatchError, "already is what the delta gives", paths[1], deltas[:1])
+
+
+def test_altered_payload_is_found_before_anything_is_written(tmp_path):
+    paths, deltas = chain_of(tmp_path, four_versions())
+    for at in (100, -100):
+        data = bytearray(deltas[1].read_bytes())
+        data[at] ^= 1
+        (tmp_path / "altered").write_bytes(data)
+        chain = [deltas[0], tmp_path / "altered"]
+        assert_refused(tmp_path, PayloadInvalidError, "was altered", paths[0], chain)
 
 
 def test_gap_in_the_chain_names_the_missing_link(tmp_path):

@@ -107,7 +107,7 @@ def contiguous(first: int, count: int) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Consecutive slices that are worked on together."""
+    """Slices that are worked on together; consecutive, if a payload is to cover them."""
 
     slices: tuple[Slice, ...]
 
@@ -176,12 +176,11 @@ class Grid:
 
 
 def group(slices: Iterable[Slice]) -> Iterator[Unit]:
-    """Consecutive slices grouped up to ``UNIT_NBYTES``; where ordinals are left out, groups end."""
+    """Slices in their order, grouped up to ``UNIT_NBYTES``."""
     pending: list[Slice] = []
     nbytes = 0
     for piece in slices:
-        apart = bool(pending) and piece.ordinal != pending[-1].ordinal + 1
-        if pending and (apart or nbytes + piece.nbytes > UNIT_NBYTES or len(pending) == _UNIT_SLICES):
+        if pending and (nbytes + piece.nbytes > UNIT_NBYTES or len(pending) == _UNIT_SLICES):
             yield Unit(tuple(pending))
             pending, nbytes = [], 0
         pending.append(piece)
