@@ -27,13 +27,13 @@ def test_status_shows_versions_and_who_lives(pair):
     publisher = pair.publisher()
     perturb(pair.policy, 0)
     publisher.refit()
-    result = run("status", "--run", pair.run, "--json", "--watch", "1.2")
+    result = run("status", "--run", pair.run, "--json", "--look", "1.2")
     shown = json.loads(result.stdout)
     assert (shown["policy_version"], shown["attempt"], shown["num_attempts"], shown["activity"]) == (1, "", 0, "")
     assert shown["coordinator_is_alive"] is True
     (receiver,) = shown["receivers"]
     assert (receiver["policy_version"], receiver["is_alive"], receiver["is_serving"]) == (1, True, True)
-    assert "policy version 1 is committed" in run("status", "--run", pair.run, "--watch", "0.1").stdout
+    assert "policy version 1 is committed" in run("status", "--run", pair.run, "--look", "0.1").stdout
 
 
 def test_abort_without_a_refit_is_refused_and_names_the_version(pair):
