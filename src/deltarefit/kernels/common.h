@@ -36,64 +36,50 @@ static inline void store(u8* to, U word) {
   memcpy(to, &word, sizeof word);
 }
 
-// --- digest keys (design note 0004; mix.py states the same in numpy) --------------------------------------------------------
+// --- the digest's keys (design note 0004; mix.py states the same in numpy) --------------------------------------------------
 
-constexpr i64 BLOCK_DIGITS = 1024;
-constexpr u64 GOLDEN = 0x9E3779B97F4A7C15ull;
+// One lane of the digest: the hash that gives a digit its key, and what an element adds for its place alone.
+struct Lane {
+  u32 first, second;    // multipliers of the two rounds
+  int shift, last_shift;
+  u64 seed, step, base;
+};
+constexpr Lane LANE0 = {0x7FEB352D, 0x846CA68B, 15, 16, 0x64656C7461726566ull, 0xA0761D6478BD642Full, 0x8EBC6AF09C88C6E3ull};
+constexpr Lane LANE1 = {0x21F0AAAD, 0xD35A2D97, 15, 15, 0x69742D6469676974ull, 0xE7037ED1A0B428DBull, 0x589965CC75374CC3ull};
 
-static constexpr u64 finalise(u64 z) {  // splitmix64
+// Digits whose numbers agree above the lower 32 bits share this start of their hash.
+static inline u32 digit_seed(const Lane& lane, u64 digit) {
+  u64 z = lane.seed + ((digit >> 32) + 1) * 0x9E3779B97F4A7C15ull;  // splitmix64
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
+  return u32((z ^ (z >> 31)) >> 32);
 }
 
-struct DigitKeys {
-  u32 lane0[BLOCK_DIGITS];
-  u32 lane1[BLOCK_DIGITS];
-  u64 pair[BLOCK_DIGITS];           // lane0 | lane1 << 32
-  u64 before0[BLOCK_DIGITS + 1];    // sums of the keys before a digit: what the '+ 1' of whole digits adds
-  u64 before1[BLOCK_DIGITS + 1];
-};
-
-static constexpr DigitKeys make_digit_keys() {
-  DigitKeys keys{};
-  for (i64 i = 0; i < BLOCK_DIGITS; i++) {
-    keys.lane0[i] = u32(finalise(0x64656C7461726566ull + u64(i + 1) * GOLDEN) >> 32) | 1;
-    keys.lane1[i] = u32(finalise(0x69742D6469676974ull + u64(i + 1) * GOLDEN) >> 32) | 1;
-    keys.pair[i] = keys.lane0[i] | u64(keys.lane1[i]) << 32;
-    keys.before0[i + 1] = keys.before0[i] + keys.lane0[i];
-    keys.before1[i + 1] = keys.before1[i] + keys.lane1[i];
-  }
-  return keys;
+// `start` is (lower half of the digit's number) * first + seed.
+static inline u32 scramble(const Lane& lane, u32 start) {
+  u32 h = start;
+  h = (h ^ (h >> lane.shift)) * lane.second;
+  return (h ^ (h >> lane.last_shift)) | 1;
 }
 
-alignas(64) static constexpr DigitKeys KEYS = make_digit_keys();
+static inline u32 start_of(const Lane& lane, u64 digit) { return u32(digit) * lane.first + digit_seed(lane, digit); }
 
-static inline u64 block_key0(u64 block) { return finalise(0x626C6F636B2D6B65ull + (block + 1) * GOLDEN) | 1; }
-static inline u64 block_key1(u64 block) { return finalise(0x79732D6C616E6531ull + (block + 1) * GOLDEN) | 1; }
+// What n elements from flat index `first` on add for their places alone.
+static inline u64 places(const Lane& lane, u64 first, u64 n) {
+  const u64 end = first + n - 1;  // the sum of the indices is n * (first + end) / 2; one of the factors is even
+  const u64 sum = n % 2 ? n * (first + (end - first) / 2) : n / 2 * (first + end);
+  return sum * lane.step + n * lane.base;
+}
 
-// Sums of one block of digits, folded into the lanes when the block changes.
-struct Lanes {
-  u64 lane0 = 0, lane1 = 0, block = 0, sum0 = 0, sum1 = 0;
-  inline void enter(u64 next) {
-    if (next == block) return;
-    fold();
-    block = next;
-  }
-  inline void fold() {
-    lane0 += sum0 * block_key0(block);
-    lane1 += sum1 * block_key1(block);
-    sum0 = sum1 = 0;
-  }
+struct Sums {
+  u64 lane0 = 0, lane1 = 0;
 };
 
-// Elements of U in one block, in one digit, and the value that a digit full of elements of zero bits has ('+ 1' each).
 template <class U>
 struct DigitLayout {
-  static constexpr i64 PER_DIGIT = sizeof(U) < 4 ? 4 / sizeof(U) : 1;
-  static constexpr i64 DIGITS = sizeof(U) == 8 ? 2 : 1;
-  static constexpr i64 BLOCK_ELEMENTS = BLOCK_DIGITS * PER_DIGIT / DIGITS;
-  static constexpr u64 PRESENCE = sizeof(U) == 1 ? 0x01010101 : sizeof(U) == 2 ? 0x00010001 : 1;
+  static constexpr i64 PER_DIGIT = sizeof(U) < 4 ? 4 / sizeof(U) : 1;  // elements in a digit
+  static constexpr i64 DIGITS = sizeof(U) == 8 ? 2 : 1;                // digits of an element
+  static constexpr i64 SEED_ELEMENTS = (i64(1) << 32) * PER_DIGIT / DIGITS;  // elements whose digits share their seeds
 };
 
 // --- pieces -----------------------------------------------------------------------------------------------------------------
@@ -244,10 +230,11 @@ struct ScanCall {
   const u8* candidate;
   const u8* baseline;
   const i64* table;
-  u8* scratch;            // scratch_nbytes(), see kernels.cpp
+  u8* scratch;            // deltarefit_scan_scratch_nbytes()
   u8* locations[8];
   u8* values[8];
   i64 pieces;
+  i64 elements;           // of all pieces
   i64 width;              // bytes of an element
   i64 encoding;
   i64 form;               // of the emitted locations; RUN: none are emitted
@@ -290,7 +277,6 @@ struct ApplyCall {
 struct DigestCall {
   const u8* storage;
   const i64* table;
-  u8* scratch;
   i64 pieces;
   i64 width;              // bytes of a canonical element
   i64 widen;

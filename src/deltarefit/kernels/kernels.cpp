@@ -14,7 +14,8 @@
 #if !defined(DELTAREFIT_NO_X86) && (defined(__x86_64__) || defined(__amd64__))
 #define DELTAREFIT_X86 1
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says so of its own intrinsics (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says both of its own intrinsics (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #endif
@@ -81,8 +82,8 @@ static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces) {
 }
 
 template <class U>
-static void digest_elements(const i64* index, const u8* bits, i64 n, Lanes& lanes) {
-  for (i64 i = 0; i < n; i++) portable::add_stretch<U>(bits + i * i64(sizeof(U)), index[i], 1, lanes);
+static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums) {
+  for (i64 i = 0; i < n; i++) portable::add_stretch<U>(bits + i * i64(sizeof(U)), index[i], 1, sums);
 }
 
 }  // namespace deltarefit
@@ -111,12 +112,12 @@ API i64 deltarefit_best_isa() {
 #endif
 }
 
-API i64 deltarefit_scan_scratch_nbytes(i64 width) {
+API i64 deltarefit_scan_scratch_nbytes(i64 width, i64 elements) {
   switch (width) {
-    case 1: return portable::scan_scratch_nbytes<u8>();
-    case 2: return portable::scan_scratch_nbytes<u16>();
-    case 4: return portable::scan_scratch_nbytes<u32>();
-    default: return portable::scan_scratch_nbytes<u64>();
+    case 1: return portable::scan_scratch_nbytes<u8>(elements);
+    case 2: return portable::scan_scratch_nbytes<u16>(elements);
+    case 4: return portable::scan_scratch_nbytes<u32>(elements);
+    default: return portable::scan_scratch_nbytes<u64>(elements);
   }
 }
 
@@ -150,14 +151,13 @@ API void deltarefit_digest(DigestCall* call, i64 isa) {
 
 // Digest of n single elements: lanes[0] and lanes[1].
 API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64 width, u64* lanes) {
-  Lanes sums;
+  Sums sums;
   switch (width) {
     case 1: digest_elements<u8>(index, bits, n, sums); break;
     case 2: digest_elements<u16>(index, bits, n, sums); break;
     case 4: digest_elements<u32>(index, bits, n, sums); break;
     default: digest_elements<u64>(index, bits, n, sums); break;
   }
-  sums.fold();
   lanes[0] = sums.lane0;
   lanes[1] = sums.lane1;
 }

@@ -35,6 +35,7 @@ class ScanCall(Structure):
         ("locations", _Planes),
         ("values", _Planes),
         ("pieces", c_int64),
+        ("elements", c_int64),
         ("width", c_int64),
         ("encoding", c_int64),
         ("form", c_int64),
@@ -85,7 +86,6 @@ class DigestCall(Structure):
     _fields_ = (
         ("storage", c_void_p),
         ("table", c_void_p),
-        ("scratch", c_void_p),
         ("pieces", c_int64),
         ("width", c_int64),
         ("widen", c_int64),
@@ -122,7 +122,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
 def _declare(loaded: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("best_isa", c_int64, ()),
-        ("scan_scratch_nbytes", c_int64, (c_int64,)),
+        ("scan_scratch_nbytes", c_int64, (c_int64, c_int64)),
         ("scan", c_int64, (POINTER(ScanCall), c_int64)),
         ("apply", c_int64, (POINTER(ApplyCall), c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),

@@ -21,9 +21,6 @@ from deltarefit.records import CodedItem, Encoding
 
 __all__ = ["apply_columns", "apply_positions", "copy_pieces", "digest", "digest_elements", "piece_table"]
 
-_DIGEST_SCRATCH_NBYTES = 16 * 1024
-"""At least one block of digits (mix.BLOCK_DIGITS) in any width."""
-
 
 @lru_cache(maxsize=1024)
 def piece_table(pieces: tuple[Piece, ...]) -> NDArray[np.int64]:
@@ -46,12 +43,10 @@ def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...]) -> Non
 
 def digest(storage: Words, pieces: tuple[Piece, ...], cast: Cast, isa: Isa) -> TensorDigest:
     table = piece_table(pieces)
-    scratch = np.empty(_DIGEST_SCRATCH_NBYTES, np.uint8)
     widen = cast is Cast.WIDEN
     call = DigestCall(
         storage=storage.ctypes.data,
         table=table.ctypes.data,
-        scratch=scratch.ctypes.data,
         pieces=len(pieces),
         width=storage.dtype.itemsize // (2 if widen else 1),
         widen=widen,

@@ -57,7 +57,7 @@ class _Scan:
         self._total = total_elements(pieces)
         self._table = piece_table(pieces)
         self._keep = (candidate, baseline)
-        self._scratch = np.empty(library().deltarefit_scan_scratch_nbytes(spec.element_nbytes), np.uint8)
+        self._scratch = np.empty(library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total), np.uint8)
         capacity = self._total if everything else min(self._total, _FIRST_CAPACITY)
         self._values = [np.empty(capacity, np.uint8) for _ in range(spec.element_nbytes)]
         self._locations = [np.empty(capacity, np.uint8)] if form is not LocationForm.RUN else []
@@ -67,6 +67,7 @@ class _Scan:
             table=self._table.ctypes.data,
             scratch=self._scratch.ctypes.data,
             pieces=len(pieces),
+            elements=self._total,
             width=spec.element_nbytes,
             encoding=encoding,
             everything=everything,
