@@ -337,9 +337,10 @@ SAMPLES: tuple[e.Event, ...] = (
 def _key(machine: TransitionMachine) -> tuple[object, ...]:
     """What the guards look at: two machines that agree in it behave alike."""
     memory = machine._memory
+    stuck_in = memory.stuck_in if machine.state is TransitionState.ASKING else None
     return (
-        machine.state, memory.attempt is None, memory.is_admitted, memory.is_takeover, memory.recover_only, memory.is_rejected,
-        memory.is_lost, memory.abort is None, min(memory.num_failures, 2), memory.stuck_in, memory.target, memory.required,
+        machine.state, stuck_in, memory.attempt is None, memory.is_admitted, memory.is_takeover, memory.recover_only,
+        memory.is_rejected, memory.is_lost, memory.abort is None, min(memory.num_failures, 2), memory.target, memory.required,
     )  # fmt: skip
 
 

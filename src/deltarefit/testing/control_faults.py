@@ -18,7 +18,15 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from deltarefit.control import ABSENT, ObjectRecordStore, RecordStore, SqliteRecordStore, SwapUncertainError, Tag
+from deltarefit.control import (
+    ABSENT,
+    EtcdRecordStore,
+    ObjectRecordStore,
+    RecordStore,
+    SqliteRecordStore,
+    SwapUncertainError,
+    Tag,
+)
 from deltarefit.errors import RejectedError, TransportError
 
 __all__ = ["FaultyRecordStore", "SwapFault", "add_one", "open_record"]
@@ -101,7 +109,9 @@ def open_record(recipe: dict[str, Any]) -> RecordStore:
 
         store = S3Store(recipe["bucket"], config=recipe["options"], client_options={"allow_http": True})
         return ObjectRecordStore(store, recipe["key"])
-    raise RejectedError(f"record recipe {recipe['kind']!r}: expected sqlite or s3")
+    if recipe["kind"] == "etcd":
+        return EtcdRecordStore(recipe["endpoints"], recipe["key"])
+    raise RejectedError(f"record recipe {recipe['kind']!r}: expected sqlite, s3 or etcd")
 
 
 def add_one(store: RecordStore, pause: Callable[[], object] = lambda: None, max_tries: int = 5000) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from deltarefit.control import ABSENT, ControlPlane, ControlSettings, RecordStore
+from deltarefit.control import ABSENT, ControlPlane, ControlSettings, RecordStore, Tag
 from deltarefit.errors import AttemptFailedError, CommitConflictError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, PolicyVersion, ReceiverId
 from deltarefit.protocol import CommitOutcome, CommitRecord, CommitRequest, ControlState, PrepareRequest
@@ -91,8 +91,8 @@ class RecordStoreTests(_Handles):
         store = open_handle()
         store.swap(ABSENT, b"1")
         _, tag = store.read()
-        fresh = type(tag)("no-such-etag", tag.generation)
-        assert not store.swap(fresh, b"2")
+        assert tag != ABSENT
+        assert not store.swap(Tag("no-such-etag", "999999999"), b"2")
         assert store.read()[0] == b"1"
 
     def test_a_large_record_comes_back_whole_and_a_larger_one_is_refused(self, open_handle: OpenHandle) -> None:
