@@ -1,0 +1,103 @@
+"""Which process is struck, where and how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["CASES", "NUM_RECEIVERS", "NUM_TRAINERS", "REDUCED", "Case"]
+
+NUM_TRAINERS = 2
+NUM_RECEIVERS = 2
+
+Action = Literal["kill", "stop", "replace"]
+"""``kill``: SIGKILL, and a restart. ``stop``: SIGSTOP for longer than the lease, then SIGCONT. ``replace``: the trainers are
+stopped, another training job takes the run over, then the first one is woken."""
+Store = Literal["file", "s3"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One line of the matrix."""
+
+    store: Store
+    victim: str
+    """``trainer <rank>`` or ``rollout-<number>``."""
+    point: str
+    """Where the holding process stands, as ``Breakpoint`` names it."""
+    count: int
+    """At which passage of the refit under test, from 1."""
+    action: Action
+
+    @property
+    def name(self) -> str:
+        return f"{self.store}, {self.victim}, {self.action}, {self.point} ({self.count})"
+
+    @property
+    def holder(self) -> str:
+        """Who is held at the point; usually, but not always, the victim."""
+        where = self.point.partition(":")[0]
+        if where == "coordinator":
+            return "trainer 0"
+        return f"trainer {where.removeprefix('owner ')}" if where.startswith("owner") else where
+
+
+_TRAINER_POINTS = (
+    ("trainer 0", "rollout-0: before prepare", 1),
+    ("trainer 0", "coordinator: after prepare", 1),
+    ("trainer 0", "owner 0: after scan", 1),
+    ("trainer 0", "owner 0: after encode", 1),
+    ("trainer 0", "owner 0: after send", 2),
+    ("trainer 0", "rollout-0: before apply", 3),
+    ("trainer 0", "coordinator: after flush", 1),
+    ("trainer 0", "coordinator: after commit", 1),
+    ("trainer 0", "owner 0: after baseline", 1),
+    ("trainer 0", "rollout-1: before drop_caches", 1),
+    ("trainer 0", "rollout-0: before reopen_gate", 1),
+    ("trainer 0", "coordinator: after finish", 2),
+    ("trainer 1", "owner 1: after scan", 1),
+    ("trainer 1", "owner 1: after send", 1),
+    ("trainer 1", "owner 1: after baseline", 1),
+)
+_ROLLOUT_POINTS = (
+    ("rollout-0", "rollout-0: before prepare", 1),
+    ("rollout-0", "coordinator: after prepare", 1),
+    ("rollout-0", "rollout-0: after close_gate", 1),
+    ("rollout-0", "rollout-0: before apply", 1),
+    ("rollout-0", "rollout-0: before apply", 3),
+    ("rollout-0", "rollout-0: after apply", 2),
+    ("rollout-0", "rollout-0: before digests", 1),
+    ("rollout-0", "rollout-0: before digests", 2),
+    ("rollout-0", "coordinator: after flush", 1),
+    ("rollout-0", "coordinator: after commit", 1),
+    ("rollout-0", "rollout-0: before drop_caches", 1),
+    ("rollout-0", "rollout-0: before reopen_gate", 1),
+    ("rollout-0", "rollout-0: after reopen_gate", 1),
+)
+_REPLACE_POINTS = (
+    ("trainer 0", "coordinator: after prepare", 1),
+    ("trainer 0", "owner 0: after send", 2),
+    ("trainer 0", "coordinator: after flush", 1),
+    ("trainer 0", "coordinator: after commit", 1),
+)
+
+
+def _cases(store: Store) -> list[Case]:
+    cases = [Case(store, *point, action) for point in (*_TRAINER_POINTS, *_ROLLOUT_POINTS) for action in ("kill", "stop")]
+    return cases + [Case(store, *point, "replace") for point in _REPLACE_POINTS]
+
+
+CASES: tuple[Case, ...] = (*_cases("file"), *_cases("s3"))
+
+REDUCED: tuple[Case, ...] = (
+    Case("file", "trainer 0", "owner 0: after send", 2, "kill"),
+    Case("file", "trainer 0", "coordinator: after flush", 1, "kill"),
+    Case("file", "trainer 0", "coordinator: after commit", 1, "kill"),
+    Case("file", "trainer 1", "owner 1: after send", 1, "kill"),
+    Case("file", "rollout-0", "rollout-0: before apply", 3, "kill"),
+    Case("file", "rollout-0", "rollout-0: before apply", 3, "stop"),
+    Case("file", "trainer 0", "coordinator: after commit", 1, "replace"),
+    Case("s3", "trainer 0", "coordinator: after flush", 1, "kill"),
+    Case("s3", "rollout-0", "rollout-0: after apply", 2, "kill"),
+)
+"""For every change: each kind of process, each action, both stores."""
