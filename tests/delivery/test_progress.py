@@ -111,9 +111,10 @@ def test_a_refit_under_way_is_seen_from_outside(tmp_path):
         reports = []
         refit = threading.Thread(target=lambda: reports.append(publisher.refit()))
         refit.start()
+        pair.stack.callback(holding[0].release)
         assert holding[0].holding.wait(20)
         view = RunView(pair.run, clock=SystemClock(), ids=RandomIds())
-        wait_until(lambda: view.look().participants)
+        wait_until(lambda: len(view.look().participants) == 2)
         seen = view.look()
         assert (seen.policy_version, seen.num_attempts, seen.mode) == (0, 1, "mixed")
         owner = next(one for one in seen.participants if one.who == "owner 0")

@@ -157,10 +157,8 @@ def test_ranks_that_disagree_are_named(pair, monkeypatch):
     prepare = engine.prepare
     monkeypatch.setattr(engine, "prepare", lambda plan: (prepare(plan), replica.prepare(plan)))
 
-    def apply(data):
-        from deltarefit.payload import decode
-
-        return local_apply(data) + replica.apply(decode(data))
+    def apply(decoded):
+        return local_apply(decoded) + replica.apply(decoded)
 
     monkeypatch.setattr(engine, "apply", apply)
     publisher = pair.publisher()

@@ -1,4 +1,4 @@
-"""Carries out what ``protocol.Reception`` decides: fetches payloads as they appear, applies them, opens and shuts the gate.
+"""Carries out what ``protocol.Reception`` decides about attempts, the weights and the request gate; ``delivery`` does payloads.
 
 Reception decides what is taken, in which order, what the weights are worth and whether they may be served; nothing here does.
 Used by one thread, which is the lock that Reception asks for.
@@ -7,23 +7,20 @@ Used by one thread, which is the lock that Reception asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from deltarefit import payload
 from deltarefit.errors import (
     AttemptFailedError,
     CommitConflictError,
     DeadlineError,
     LoaderContractError,
-    PayloadInvalidError,
     PayloadMissingError,
     RefitError,
 )
-from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PayloadId, PolicyVersion, ReceiverId
+from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PolicyVersion, ReceiverId
 from deltarefit.plan import RefitPlan
 from deltarefit.protocol import (
-    Arrival,
     CommitRecord,
     ControlState,
     Delivery,
@@ -31,22 +28,23 @@ from deltarefit.protocol import (
     Phase,
     PrepareAttempt,
     Reception,
-    Verdict,
-    end_digest,
+    ReceptionSettings,
 )
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, Pace
+from deltarefit.runtime.delivery import AttemptDelivery, DeliveryLimits
 from deltarefit.runtime.engine import EngineDriver
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.progress import Progress, ProgressBoard
-from deltarefit.transport import Manifest, PayloadEntry, PayloadSource, RunStore, read_manifest
+from deltarefit.runtime.sharing import ReceiverFeeds
+from deltarefit.transport import RunStore
 
 __all__ = ["Application"]
 
 _LOG = logging.getLogger(__name__)
 _SHUT_S = 1.0  # an engine that must not serve is asked to stop at once; whether requests ended is waited for before writing
-_UNLISTED_S = 5.0
-"""After a flush the manifest is durable. A store whose listings lag gets this long to show it."""
+_UNSEEN_S = 5.0
+"""Once all owners have ended, everything is in the store or at the relay. A listing that lags gets this long to show it."""
 
 
 class Application:
@@ -58,37 +56,34 @@ class Application:
         *,
         engine: EngineDriver,
         store: RunStore,
-        source: PayloadSource,
+        feeds: ReceiverFeeds,
         log: EventLog,
         clock: Clock,
-        pace: Pace,
+        new_pace: Callable[[], Pace],
         may_act: Callable[[], bool],
+        settings: ReceptionSettings | None = None,
+        limits: DeliveryLimits | None = None,
     ) -> None:
-        self.reception = Reception(receiver)
+        self.reception = Reception(receiver, settings=settings)
         self.failure: RefitError | None = None
         """Why the attempt at hand failed here."""
-        self.written_elements = 0
-        """Of the attempt at hand."""
         self._receiver = receiver
         self._engine = engine
-        self._store = store
-        self._source = source
+        self._feeds = feeds
         self._log = log
         self._clock = clock
-        self._pace = pace
+        self._new_pace = new_pace
         self._may_act = may_act
+        self._settings = settings
+        self._limits = limits or DeliveryLimits()
+        self._delivery: AttemptDelivery | None = None
         self._revision = 0
         self._must_shut = False
         self._closed_s: float | None = None
         """Since when the gate has been closed in the transition at hand."""
         self._board = ProgressBoard(store)
-        self._applied: list[int] = []
-        """Length of each payload applied in the attempt at hand."""
         self._must_drop = False
         """Caches may stem from weights that were written over."""
-        self._manifest = Manifest("")
-        self._entries: dict[tuple[int, int], PayloadEntry] = {}
-        """What the manifest lists, by sequence and owner."""
         self._flushed: Deadline | None = None
 
     # --- attempt ----------------------------------------------------------------------------------------------------
@@ -98,8 +93,14 @@ class Application:
         return self.reception.attempt
 
     @property
-    def is_applying(self) -> bool:
-        return self.reception.phase is Phase.APPLYING
+    def is_receiving(self) -> bool:
+        """Whether payloads are to be taken in, or applied."""
+        return self._delivery is not None and self.reception.phase in (Phase.RECEIVING, Phase.APPLYING)
+
+    @property
+    def written_elements(self) -> int:
+        """Of the attempt at hand."""
+        return 0 if self._delivery is None else self._delivery.written_elements
 
     def prepare(self, body: messages.Prepare, plan: RefitPlan) -> None:
         """Bind to an attempt; an earlier one is over by that (paper B: a later prepare replaces it).
@@ -124,23 +125,41 @@ class Application:
             is_dense=body.restores,
             candidate=body.candidate,
             owners=tuple(OwnerId(number) for number in range(plan.num_owners)),
-            delivery=Delivery.SYNCHRONOUS,
+            delivery=Delivery(body.delivery),
         )
         self.reception.prepare(request)
-        self._board.end()
+        self._end_delivery()
         self._revision = body.revision
         self.failure = None
-        self.written_elements = 0
-        self._applied = []
-        self._manifest = Manifest(body.attempt)
-        self._entries = {}
         self._flushed = None
-        self._pace.reset()
         try:
             self._engine.prepare(plan)
+            self._begin_delivery(request, body.transport)
         except Exception as error:
             self._fail(error)
             raise
+
+    def _begin_delivery(self, request: PrepareAttempt, transport: str) -> None:
+        self._delivery = AttemptDelivery(
+            request.attempt,
+            self.reception,
+            self._engine,
+            self._feeds.feed(request.attempt, request.owners, transport),
+            limits=self._limits,
+            log=self._log,
+            clock=self._clock,
+            pace=self._new_pace(),
+            may_act=self._may_act,
+        )
+        self._board.begin(request.attempt, self._progress(self._clock.monotonic_s()))
+
+    def _end_delivery(self) -> None:
+        """Take nothing more in, and show no progress."""
+        self._board.end()
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            delivery.close()
+            self._feeds.forget(delivery.attempt)
 
     def open(self, attempt: AttemptId, request_timeout_s: float) -> None:
         """Close the request gate, wait for running requests, and apply from now on. Of another attempt: nothing happens.
@@ -149,50 +168,45 @@ class Application:
             DeadlineError: requests did not end.
         """
         if self.reception.close_gate(attempt):
-            self._board.begin(attempt, self._progress(self._clock.monotonic_s()))
             self._closed_s = self._log.now_s() if self._closed_s is None else self._closed_s
             self._engine.close_gate(request_timeout_s)
             self._must_shut = False
+            self._must_drop = True
             self.reception.open_apply(attempt)
 
     def pump(self, budget_s: float) -> bool:
-        """Apply what has arrived and is next, for about so long; whether there was anything. A failure is kept."""
-        if not self.is_applying:
+        """Take in what arrived and apply what is next, for about so long; whether there was anything. A failure is kept."""
+        if not self.is_receiving or self._delivery is None:
             return False
-        deadline = Deadline(self._clock, budget_s)
-        progressed = False
         try:
-            if self._pace.is_due:
-                self._look()
-            while self._apply_next():
-                progressed = True
-                self._pace.reset()
-                if deadline.expired:
-                    break
+            progressed = self._delivery.pump(budget_s)
         except Exception as error:
             self._fail(error)
+            return False
         return progressed
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when there may be something to do for ``pump``, or after so long."""
+        if self._delivery is not None:
+            self._delivery.wait(timeout_s)
+
     def is_finished(self, body: messages.Flush) -> bool:
-        """Whether everything that the owners sent is applied.
+        """Whether everything that the owners sent is applied. Raises what ``has_arrived`` raises."""
+        attempt = AttemptId(body.attempt)
+        if self.reception.is_active(attempt) and self.reception.phase is Phase.RECEIVING and self.failure is None:
+            raise AttemptFailedError(f"receiver {self._receiver}: flush of {attempt} before it was opened")
+        self._note_ended(attempt, body.ended)
+        return self.reception.is_drained
+
+    def has_arrived(self, body: messages.ConfirmArrival) -> bool:
+        """The arrival check: whether everything that the owners sent is here.
 
         Raises:
             AttemptFailedError: the attempt is not at hand, or failed here.
-            PayloadMissingError: the durable manifest lacks what the owners say they sent.
+            PayloadMissingError: something that was sent does not show up.
         """
-        attempt = AttemptId(body.attempt)
-        if self.failure is not None and self.attempt == attempt:
-            raise self.failure
-        if not self.reception.is_active(attempt) or self.reception.phase is Phase.RECEIVING:
-            raise AttemptFailedError(
-                f"receiver {self._receiver}: flush of {attempt}, but {self.attempt or 'no attempt'} is at hand, "
-                f"{self.reception.phase.value}"
-            )
-        for owner in body.ended:
-            self.reception.end(EndMarker(attempt=attempt, owner=OwnerId(owner.owner), count=owner.count, digest=owner.digest))
-        if not self.reception.is_drained:
-            self._require_listed(body)
-        return self.reception.is_drained
+        self._note_ended(AttemptId(body.attempt), body.ended)
+        return not self.reception.missing(limit=1)
 
     def complete(self, attempt: AttemptId) -> None:
         """Everything is applied: bring devices in step; from here on the commit decides.
@@ -203,6 +217,8 @@ class Application:
         self._engine.synchronize()
         self.reception.complete(attempt)
         self._board.end()
+        if self._delivery is not None:
+            self._delivery.close()
 
     def stop(self, attempt: AttemptId) -> None:
         """Apply nothing more of it. Calls come between payloads, so no write is under way; devices are brought in step.
@@ -212,12 +228,16 @@ class Application:
         """
         if not self.reception.mark_obsolete(attempt):
             return
-        self._board.end()
+        self._end_delivery()
         try:
             self._engine.synchronize()
         except (PayloadMissingError, LoaderContractError) as error:
             _LOG.info("receiver %s: %s stopped: %s", self._receiver, attempt, error)  # devices are in step before it is raised
         self.reception.cleanup(attempt)
+
+    def close(self) -> None:
+        """Take in nothing more; the engine keeps what it holds."""
+        self._end_delivery()
 
     # --- after the commit, and between attempts ---------------------------------------------------------------------
 
@@ -228,6 +248,7 @@ class Application:
             AttemptFailedError: the weights here are not what the record publishes.
         """
         holds = self.reception.committed(record)
+        self._end_delivery()
         self._engine.drop_caches()
         if not holds:
             raise AttemptFailedError(f"receiver {self._receiver}: its weights are not those of {record}")
@@ -251,9 +272,9 @@ class Application:
     def shut(self) -> None:
         """Serve nothing and take part in no attempt as the one that it was: it was left behind, or may have been."""
         resident = replace(self.reception.resident, fenced="", is_gate_closed=True)
-        self.reception = Reception(self._receiver, resident=resident)
+        self.reception = Reception(self._receiver, resident=resident, settings=self._settings)
         self.failure = None
-        self._board.end()
+        self._end_delivery()
         self._closed_s = None
         self._must_shut = True
         self.keep_shut()
@@ -290,77 +311,41 @@ class Application:
 
     # --- payloads ---------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Read the manifest, and check that nothing that was accepted has changed since."""
-        attempt = AttemptId(self._manifest.attempt)
-        manifest = read_manifest(self._store, attempt)
-        if manifest == self._manifest:
-            return
-        self._pace.reset()
-        for entry in manifest.entries:
-            before = self._entries.setdefault((entry.sequence, entry.owner), entry)
-            if before != entry:
-                raise PayloadInvalidError(
-                    f"{entry.payload_id(attempt)}: listed with digest {entry.digest}, before with {before.digest}; ids are "
-                    "never reused"
-                )
-        for end in manifest.ended:
-            digests = [entry.digest for entry in manifest.entries if entry.owner == end.owner]
-            self.reception.end(
-                EndMarker(attempt=attempt, owner=OwnerId(end.owner), count=end.count, digest=end_digest(digests))
-            )
-        self._manifest = manifest
+    def _note_ended(self, attempt: AttemptId, ended: Iterable[messages.OwnerMarker]) -> None:
+        """Take in what the owners say that they sent, and notice if some of it does not show up.
 
-    def _apply_next(self) -> bool:
-        """Fetch, hand to reception and apply the payload that is next in the declared order, if it is listed."""
-        name = self.reception.next_payload()
-        entry = self._entries.get((name.sequence, int(name.owner))) if name is not None else None
-        if name is None or entry is None:
-            return False
-        with self._log.stage("fetch", name.attempt, nbytes=entry.nbytes, payload=str(name)):
-            data = self._source.fetch(name, nbytes=entry.nbytes, digest=entry.digest)
-        verdict = self.reception.arrive(_arrival(name, entry, data))
-        if verdict is not Verdict.QUEUE:
-            raise AttemptFailedError(f"{name}: expected to be queued, the reception says {verdict.value}")
-        if not self._may_act():
+        Raises:
+            AttemptFailedError: the attempt is not at hand, or failed here.
+            PayloadMissingError: nothing new was seen for a while, and something is still missing.
+        """
+        if self.failure is not None and self.attempt == attempt:
+            raise self.failure
+        if not self.reception.is_active(attempt) or self._delivery is None:
             raise AttemptFailedError(
-                f"receiver {self._receiver}: its lease ran out during {name.attempt}; it writes nothing more of it"
+                f"receiver {self._receiver}: asked about the end of {attempt}, but {self.attempt or 'no attempt'} is at hand, "
+                f"{self.reception.phase.value}"
             )
-        taken = self.reception.take()
-        if taken != name:
-            raise AttemptFailedError(f"{name}: expected to be next, the reception names {taken}")
-        self._must_drop = True
-        try:
-            with self._log.stage("apply", name.attempt, nbytes=entry.nbytes, payload=str(name)):
-                self.written_elements += self._engine.apply(data)
-        except Exception as error:
-            self.reception.write_failed(name, str(error))
-            raise
-        self.reception.applied(name)
-        self._applied.append(entry.nbytes)
-        return True
+        markers = list(ended)
+        for one in markers:
+            self.reception.end(EndMarker(attempt=attempt, owner=OwnerId(one.owner), count=one.count, digest=one.digest))
+        if self._flushed is None:
+            self._flushed = Deadline(self._clock, _UNSEEN_S)
+        absent, quiet_s = self._delivery.unseen({one.owner: one.count for one in markers})
+        if absent and self._flushed.expired and quiet_s >= _UNSEEN_S:
+            raise PayloadMissingError(
+                f"{min(absent)} and {len(absent) - 1} more: sent, say their owners, but nothing of them was seen here for "
+                f"{quiet_s:.0f} s"
+            )
 
     def _progress(self, began_s: float) -> Callable[[], Progress]:
+        delivery = self._delivery
+
         def read() -> Progress:
-            applied = tuple(self._applied)
+            applied = () if delivery is None else tuple(delivery.applied)
             elapsed_s = self._clock.monotonic_s() - began_s
             return Progress(who=self._log.where, payloads=len(applied), payload_nbytes=sum(applied), elapsed_s=elapsed_s)
 
         return read
-
-    def _require_listed(self, body: messages.Flush) -> None:
-        """After a flush everything must show in the manifest, soon."""
-        if self._flushed is None:
-            self._flushed = Deadline(self._clock, _UNLISTED_S)
-        if not self._flushed.expired:
-            return
-        absent = [(n, o.owner) for o in body.ended for n in range(o.count) if (n, o.owner) not in self._entries]
-        if absent:
-            sequence, owner = min(absent)
-            raise PayloadMissingError(
-                f"{PayloadId(AttemptId(body.attempt), sequence, OwnerId(owner))} and {len(absent) - 1} more: sent, say their "
-                f"owners, but not listed in {self._store.url} {_UNLISTED_S:.0f} s after the flush"
-            )
 
     def _fail(self, error: Exception) -> None:
         known = error if isinstance(error, RefitError) else AttemptFailedError(f"{type(error).__name__}: {error}")
@@ -369,25 +354,7 @@ class Application:
         if self.failure is None:
             self._log.failed(self.attempt or "", str(known))
         self.failure = self.failure or known
+        if self._delivery is not None:
+            self._delivery.close()
         if self.attempt is not None:
             self.reception.fail(self.attempt, str(known))
-
-
-def _arrival(name: PayloadId, entry: PayloadEntry, data: bytes) -> Arrival:
-    """What a payload says of itself: a key in a store is no proof.
-
-    Raises:
-        PayloadInvalidError: it is another payload than its key says.
-    """
-    header = payload.read_header(data)
-    found = PayloadId(header.attempt, header.sequence, header.owner)
-    if found != name:
-        raise PayloadInvalidError(f"{name}: its header says {found}; it was not applied")
-    return Arrival(
-        payload=name,
-        base_version=header.base_version,
-        target_version=header.target_version,
-        plan_digest=header.plan_digest,
-        nbytes=entry.nbytes,
-        digest=entry.digest,
-    )

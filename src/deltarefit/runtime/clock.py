@@ -109,6 +109,11 @@ class Pace:
         self._pause_s = min(2 * self._pause_s, self._most_s)
         return True
 
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it is time to look, never negative."""
+        return max(0.0, self._due_s - self._clock.monotonic_s())
+
     def reset(self) -> None:
         """Something changed: look again soon."""
         self._pause_s = self._first_s

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from deltarefit.canonical import Catalog
-from deltarefit.payload import Limits, decode
+from deltarefit.payload import Limits, Payload, decode
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver
 from deltarefit.runtime.gate import LocalGate, RequestGate
 
-__all__ = ["EngineDriver", "LocalEngine"]
+__all__ = ["DecodingEngine", "EngineDriver", "LocalEngine"]
 
 
 class EngineDriver(Protocol):
@@ -62,6 +62,21 @@ class EngineDriver(Protocol):
         """Release what the driver holds; the engine itself lives on."""
 
 
+@runtime_checkable
+class DecodingEngine(Protocol):
+    """An engine that unpacks payloads in this process: then decoding overlaps with applying."""
+
+    def decode(self, data: bytes) -> Payload:
+        """Check and unpack a payload. May be called from several threads at once, also while another one is applied.
+
+        Raises:
+            PayloadInvalidError: it is damaged, forged, or does not fit the catalog.
+        """
+
+    def apply(self, data: bytes | Payload) -> int:
+        """As ``EngineDriver.apply``; takes what ``decode`` returned, too."""
+
+
 class LocalEngine:
     """A torch module with a loader, in this process (``Receiver.attach(model, load_weights=...)``)."""
 
@@ -99,8 +114,11 @@ class LocalEngine:
     def close_gate(self, timeout_s: float) -> None:
         self._gate.close(timeout_s)
 
-    def apply(self, data: bytes) -> int:
-        return self._rank.apply(decode(data, catalog=self._catalog, key=self._key, limits=self._limits))
+    def apply(self, data: bytes | Payload) -> int:
+        return self._rank.apply(data if isinstance(data, Payload) else self.decode(data))
+
+    def decode(self, data: bytes) -> Payload:
+        return decode(data, catalog=self._catalog, key=self._key, limits=self._limits)
 
     def synchronize(self) -> None:
         self._rank.synchronize()

@@ -30,6 +30,7 @@ __all__ = [
     "Call",
     "CallBody",
     "Completed",
+    "ConfirmArrival",
     "Done",
     "DropCaches",
     "EngineSummary",
@@ -110,6 +111,10 @@ class Prepare(_Message, frozen=True, forbid_unknown_fields=True):
     """Whatever this receiver was not proved to hold at the base version is sent whole, so its weights need not be trusted."""
     plan_digest: str
     num_owners: int
+    delivery: str = "synchronous"
+    """``protocol.Delivery``: whether payloads are applied as they arrive, or staged until all are here."""
+    transport: str = "object_store"
+    """How payloads come: ``object_store`` or ``relay``."""
 
 
 class OpenApply(_Message, frozen=True, forbid_unknown_fields=True):
@@ -126,12 +131,20 @@ class OwnerMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     digest: str
 
 
+class ConfirmArrival(_Message, frozen=True, forbid_unknown_fields=True):
+    """Everything was sent: answer when all of it is here. Nothing is applied for it (paper B.1, lines 22 to 25)."""
+
+    attempt: str
+    ended: tuple[OwnerMarker, ...]
+    """One per owner."""
+
+
 class Flush(_Message, frozen=True, forbid_unknown_fields=True):
     """Everything was sent: finish applying all of it, and answer when the device is in step."""
 
     attempt: str
     ended: tuple[OwnerMarker, ...]
-    """One per owner. The durable manifest must agree."""
+    """One per owner. What arrived must agree."""
     audit: bool
     """Answer with digests computed from the resident bits."""
 
@@ -195,7 +208,7 @@ class Broken(_Message, frozen=True, forbid_unknown_fields=True):
     failure: Failure
 
 
-CallBody = Survey | Audit | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
+CallBody = Survey | Audit | Prepare | ConfirmArrival | OpenApply | Flush | Stop | DropCaches | ReopenGate
 ReplyBody = Surveyed | Audited | Completed | Done | Failure | Broken
 
 
@@ -250,6 +263,8 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it is doing, for people."""
     is_serving: bool = True
     """Whether its request gate is open, as far as it knows."""
+    node: str = ""
+    """Names the rollout node, by what its processes share; empty if it shares nothing, so no relay can serve it."""
 
 
 class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,12 +28,12 @@ from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
 from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.transport import Mailbox, MailboxSettings, ObjectStoreSource, keys, open_run, read_beacon
+from deltarefit.runtime.sharing import busy_pace, delivery_limits, receiver_feeds, reception_settings
+from deltarefit.transport import Mailbox, keys, open_run, read_beacon
 
 __all__ = ["Receiver"]
 
 _LOG = logging.getLogger(__name__)
-_IDLE_S = 0.002  # between two looks while an attempt is applied and nothing new has arrived
 _CLOSE_S = 60.0
 _PUMP_S = 0.25
 """Longest stretch of applying payloads before calls are looked at again. A single payload is never interrupted."""
@@ -79,16 +79,20 @@ class Receiver:
         lease = lease_settings(self.settings.lease_s)
         self._look_pace = Pace(self._clock, first_s=lease.renew_s, most_s=lease.renew_s)
         self._presence = Presence(self._store, self.name, engine.name, nonce=nonce, lease=lease, clock=self._clock, ids=ids)
-        polling = MailboxSettings.for_store(self._store)
+        self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
+        self._presence.note(node=self._feeds.node)
+        self._mail_pace = busy_pace(self._store, self._clock)
         self._application = Application(
             self.name,
             engine=engine,
             store=self._store,
-            source=ObjectStoreSource(self._store),
+            feeds=self._feeds,
             log=self._log,
             clock=self._clock,
-            pace=Pace(self._clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s),
+            new_pace=lambda: busy_pace(self._store, self._clock),
             may_act=lambda: self._presence.may_act,
+            settings=reception_settings(self.settings),
+            limits=delivery_limits(self.settings),
         )
         self._desk = ReceiverDesk(
             self.name,
@@ -204,6 +208,8 @@ class Receiver:
         if thread is not None:
             thread.join(_CLOSE_S)
         self._presence.close()
+        self._application.close()
+        self._feeds.close()
         self.observers.close()
         if thread is not None and thread.is_alive():
             raise DeadlineError(f"receiver {self.name}: its engine is still in a call after {_CLOSE_S:.0f} s")
@@ -234,16 +240,17 @@ class Receiver:
         if not self._is_joined and not self._join():
             self._clock.sleep(timeout_s)
             return
-        is_busy = self._application.is_applying
-        mails = self._mailbox.take(0.0 if is_busy else timeout_s)
+        is_busy = self._application.is_receiving
+        mails = self._mailbox.take(0.0 if is_busy else timeout_s) if not is_busy or self._mail_pace.is_due else []
         self._keep_lease()  # the wait may have been longer than it was meant to be
         for mail in mails:
+            self._mail_pace.reset()
             self._desk.receive(mail)
         progressed = self._application.pump(_PUMP_S)
         if is_busy and not mails and not progressed:
-            self._clock.sleep(_IDLE_S)
+            self._application.wait(min(timeout_s, self._mail_pace.remaining_s))
         self._desk.report_failure()
-        self._desk.answer_flush()
+        self._desk.answer_held()
         self.observers.metrics.version(self.policy_version)
         if self._look_pace.is_due:
             self._look_at_run()

@@ -54,7 +54,8 @@ class ReceiverDesk:
         self._log = log
         self._request_timeout_s = request_timeout_s
         self._coordinator = ""
-        self._flush: tuple[Mail, Call] | None = None
+        self._held: tuple[Mail, Call] | None = None
+        """A call that is answered once payloads have arrived, or are applied."""
         self._boot = boot_id()
         self._received_s: dict[str, float] = {}
         """When each call that is not answered yet was seen."""
@@ -72,27 +73,31 @@ class ReceiverDesk:
         self._received_s[call.name] = self._log.now_s()
         self._coordinator = mail.sender
         self._presence.note(activity=_activity(call.body))
-        if isinstance(call.body, messages.Flush):
-            self._drop_flush()
-            self._flush = (mail, call)
+        if isinstance(call.body, messages.Flush | messages.ConfirmArrival):
+            self._drop_held()
+            self._held = (mail, call)
             return
         self._reply(mail, call, self._outcome(call))
 
-    def answer_flush(self) -> None:
-        """Answer a waiting flush once everything is applied, or failed."""
-        if self._flush is None:
+    def answer_held(self) -> None:
+        """Answer a call that waits for payloads, once they are here or applied, or once that failed."""
+        if self._held is None:
             return
-        mail, call = self._flush
-        if not isinstance(call.body, messages.Flush):
-            return
+        mail, call = self._held
         try:
-            if not self._application.is_finished(call.body):
-                return
-            answer: messages.ReplyBody = self._complete(call.body)
+            answer = self._settled(call.body)
         except Exception as error:
             answer = self._failure(call, error)
-        self._flush = None
-        self._reply(mail, call, answer)
+        if answer is not None:
+            self._held = None
+            self._reply(mail, call, answer)
+
+    def _settled(self, body: messages.CallBody) -> messages.ReplyBody | None:
+        if isinstance(body, messages.ConfirmArrival):
+            return messages.Done() if self._application.has_arrived(body) else None
+        if isinstance(body, messages.Flush):
+            return self._complete(body) if self._application.is_finished(body) else None
+        raise RejectedError(f"receiver {self._name}: a {type(body).__name__} waits for nothing")
 
     def report_failure(self) -> None:
         """Tell the coordinator at once that the attempt failed here: it need not wait for the end of the schedule."""
@@ -105,14 +110,14 @@ class ReceiverDesk:
 
     def forget(self) -> None:
         """The receiver registers anew: what was asked of its earlier self is void."""
-        self._drop_flush()
+        self._drop_held()
 
-    def _drop_flush(self) -> None:
-        if self._flush is not None:
-            mail, call = self._flush
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            mail, call = self._held
             self._received_s.pop(call.name, None)
             self._mailbox.acknowledge(mail.key)
-            self._flush = None
+            self._held = None
 
     def _reply(self, mail: Mail, call: Call, body: messages.ReplyBody) -> None:
         now_s = self._log.now_s()
@@ -141,7 +146,7 @@ class ReceiverDesk:
             case messages.Audit():
                 return self._audit()
             case messages.Prepare():
-                self._drop_flush()
+                self._drop_held()
                 application.prepare(body, self._plan(body))
                 self._reported = None
             case messages.OpenApply(attempt=attempt):
@@ -219,6 +224,7 @@ _ACTIVITIES: Mapping[type, str] = {
     messages.Survey: "showing what it holds",
     messages.Audit: "showing what it holds",
     messages.Prepare: "bound",
+    messages.ConfirmArrival: "waiting for the rest of the payloads",
     messages.OpenApply: "applying",
     messages.Flush: "finishing",
     messages.Stop: "stopped",

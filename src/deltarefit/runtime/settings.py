@@ -144,3 +144,22 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     """How long running requests may keep the request gate from closing."""
     max_payload_nbytes: int = 8 * 2**30
     """Larger payloads are refused before they are read."""
+    shared_directory: str = "/dev/shm"
+    """Where the engines of a node share downloads, and where its relay keeps payloads; the same for all of them. Empty: nothing
+    is shared."""
+    shared_nbytes: int = 8 * 2**30
+    """Most bytes of downloads kept there for the node's other engines; 0: each engine downloads for itself."""
+    ahead_nbytes: int = 2**30
+    """Payload bytes fetched ahead of their application, beside the payload that is applied next."""
+    fetch_threads: int = 2
+    """Payloads on their way at the same time; each large one comes in several parts anyway."""
+    decode_threads: int = 0
+    """Threads that decompress and check payloads; 0 means one per core that this process may use, at most 4."""
+    decode_ahead: int = 8
+    """Payloads decoded ahead of their application (paper C: one group)."""
+    queue_slots: int = 264
+    """Payloads accepted ahead of their application in synchronous delivery (paper C: 32 groups of 8, and 8)."""
+    staging_nbytes: int = 8 * 2**30
+    """Compressed bytes that asynchronous delivery stages in memory; what comes on top goes to ``spill_directory``."""
+    spill_directory: str = ""
+    """Where staged payloads go past that limit; empty: the system's directory for temporary files."""

@@ -18,7 +18,7 @@ from deltarefit.transport.beacon import Beacon, BeaconReading, BeaconWatch, Sigh
 from deltarefit.transport.mailbox import Mail, Mailbox, MailboxSettings
 from deltarefit.transport.manifest import Manifest, OwnerEnd
 from deltarefit.transport.memory import MemoryTransport
-from deltarefit.transport.node_cache import NodeCache, shared_directory
+from deltarefit.transport.node_cache import NodeCache, shared_directory, shared_path
 from deltarefit.transport.object_store import (
     ManifestWriter,
     ObjectStoreSender,
@@ -66,5 +66,6 @@ __all__ = [
     "read_manifest",
     "retry",
     "shared_directory",
+    "shared_path",
     "sweep_attempts",
 ]

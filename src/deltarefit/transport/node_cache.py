@@ -24,11 +24,17 @@ from deltarefit.ids import AttemptId, PayloadId
 from deltarefit.transport import keys
 from deltarefit.transport.base import Clock, PayloadSource, check_payload
 
-__all__ = ["NodeCache", "shared_directory"]
+__all__ = ["NodeCache", "shared_directory", "shared_path"]
 
 _LOG = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.002
 _MAX_POLL_S = 0.05
+
+
+def shared_path(run_url: str, root: Path) -> Path:
+    """Where this user's directory for that run is, or would be."""
+    name = hashlib.blake2b(run_url.encode(), digest_size=8).hexdigest()
+    return root / f"deltarefit-{os.getuid()}-{name}"
 
 
 def shared_directory(run_url: str, *, root: Path = Path("/dev/shm")) -> Path:
@@ -37,8 +43,7 @@ def shared_directory(run_url: str, *, root: Path = Path("/dev/shm")) -> Path:
     Raises:
         RejectedError: it cannot be made, or someone else made it.
     """
-    name = hashlib.blake2b(run_url.encode(), digest_size=8).hexdigest()
-    path = root / f"deltarefit-{os.getuid()}-{name}"
+    path = shared_path(run_url, root)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()

@@ -73,6 +73,35 @@ class RelaySource:
             taken_path(path, self._reader).touch(0o600)
         return data
 
+    def arrived(self, payload_id: PayloadId, *, is_wanted: bool = False) -> int | None:
+        """Its length if the relay has brought it whole, else None.
+
+        One that ``is_wanted`` is taken in by the relay even if its shelf is full, from now until it was taken.
+        """
+        path = payload_path(self._directory, payload_id)
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_size
+        if is_wanted:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                wanted_path(path).touch(0o600)
+        return None
+
+    def take(self, payload_id: PayloadId, *, nbytes: int) -> bytes:
+        """The bytes of a payload that arrived, for receivers that learn its digest only later; else as ``fetch``.
+
+        Raises:
+            PayloadMissingError: it is not here, or not any more.
+        """
+        path = payload_path(self._directory, payload_id)
+        data = self._read(path, payload_id, nbytes)
+        if data is None:
+            raise PayloadMissingError(f"{payload_id}: it is not at this node's relay any more")
+        with contextlib.suppress(OSError):
+            taken_path(path, self._reader).touch(0o600)
+            wanted_path(path).unlink(missing_ok=True)
+        return data
+
     def _wait(self, path: Path, payload_id: PayloadId, nbytes: int) -> bytes:
         wanted = wanted_path(path)
         end_s = self._clock.monotonic_s() + self._wait_s

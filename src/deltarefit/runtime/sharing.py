@@ -1,0 +1,195 @@
+"""What the processes of one rollout node share through its memory: one download per payload, and the node's relay.
+
+All of them derive the same directory from the run's URL, usually under ``/dev/shm``; a small file in it names the node, so that
+the coordinator knows which receivers a relay serves. A node without such a directory works as well: its engines download for
+themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltarefit.errors import RejectedError
+from deltarefit.ids import AttemptId, OwnerId, PayloadId, ReceiverId
+from deltarefit.protocol import ReceptionSettings
+from deltarefit.runtime.clock import Clock, IdSource, Pace
+from deltarefit.runtime.delivery import DeliveryLimits
+from deltarefit.runtime.events import EventLog
+from deltarefit.runtime.feeds import Feed, ManifestFeed, RelayFeed
+from deltarefit.runtime.settings import ReceiverAgentSettings
+from deltarefit.transport import (
+    MailboxSettings,
+    NodeCache,
+    ObjectStoreSource,
+    PayloadSource,
+    RunStore,
+    shared_directory,
+    shared_path,
+)
+from deltarefit.transport.relay import RelaySource
+
+__all__ = [
+    "NodeShare",
+    "ReceiverFeeds",
+    "busy_pace",
+    "delivery_limits",
+    "open_node_share",
+    "receiver_feeds",
+    "reception_settings",
+]
+
+_LOG = logging.getLogger(__name__)
+_NODE_NAME_NBYTES = 64
+
+
+class NodeShare:
+    """One node's directory for one run."""
+
+    def __init__(self, directory: Path, ids: IdSource) -> None:
+        """Find or make the node's name in ``directory``.
+
+        Raises:
+            RejectedError: the directory cannot be used.
+        """
+        self.directory = directory
+        self.payloads = directory / "payloads"
+        """Of ``NodeCache``."""
+        self.relay = directory / "relay"
+        """The relay's shelf."""
+        try:
+            self.payloads.mkdir(mode=0o700, exist_ok=True)
+            self.relay.mkdir(mode=0o700, exist_ok=True)
+            self.node = self._name(ids)
+        except OSError as error:
+            raise RejectedError(f"shared directory {directory}: {error}; name another with shared_directory") from error
+
+    def _name(self, ids: IdSource) -> str:
+        """Whoever links first names the node for all."""
+        path = self.directory / "node"
+        own = self.directory / f"node.{os.getpid()}-{ids.nonce()}"
+        own.write_text(f"n{ids.nonce()}{ids.nonce()}", encoding="ascii")
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)
+        finally:
+            own.unlink(missing_ok=True)
+        with path.open("rb") as file:
+            return file.read(_NODE_NAME_NBYTES).decode("ascii", "replace")
+
+
+def open_node_share(root: str, run_url: str, ids: IdSource) -> NodeShare | None:
+    """The node's share for that run; None if ``root`` is empty, or cannot be used, which is logged.
+
+    A run in files on this machine needs none, so there it is only found if a relay has made it.
+    """
+    is_local = run_url.startswith(("file:", "memory:"))
+    if not root or (is_local and not shared_path(run_url, Path(root)).exists()):
+        return None
+    try:
+        return NodeShare(shared_directory(run_url, root=Path(root)), ids)
+    except RejectedError as error:
+        _LOG.warning("nothing is shared with other engines of this node: %s", error)
+        return None
+
+
+class _Downloads:
+    """Records each download; what another engine of the node downloaded passes by."""
+
+    def __init__(self, inner: PayloadSource, log: EventLog) -> None:
+        self._inner = inner
+        self._log = log
+
+    def fetch(self, payload_id: PayloadId, *, nbytes: int, digest: str) -> bytes:
+        with self._log.stage("fetch", payload_id.attempt, nbytes=nbytes, payload=str(payload_id)):
+            return self._inner.fetch(payload_id, nbytes=nbytes, digest=digest)
+
+
+class ReceiverFeeds:
+    """Where one receiver gets its payloads from, attempt by attempt. Used by one thread."""
+
+    def __init__(
+        self,
+        receiver: ReceiverId,
+        *,
+        store: RunStore,
+        share: NodeShare | None,
+        log: EventLog,
+        clock: Clock,
+        max_shared_nbytes: int,
+    ) -> None:
+        self._receiver = receiver
+        self._store = store
+        self._share = share
+        self._clock = clock
+        self._source: PayloadSource = _Downloads(ObjectStoreSource(store), log)
+        self._cache: NodeCache | None = None
+        # Files of a run on a local disk are in this node's memory already.
+        if share is not None and max_shared_nbytes and store.directory is None and not store.url.startswith("memory:"):
+            self._cache = NodeCache(self._source, share.payloads, clock=clock, max_nbytes=max_shared_nbytes)
+            self._source = self._cache
+        self._relay: RelaySource | None = None
+
+    @property
+    def node(self) -> str:
+        """Names the node; empty if nothing is shared on it."""
+        return "" if self._share is None else self._share.node
+
+    def feed(self, attempt: AttemptId, owners: Sequence[OwnerId], transport: str) -> Feed:
+        """Follow an attempt whose payloads travel that way.
+
+        Raises:
+            RejectedError: they come by relay, and this node shares no directory with one.
+        """
+        if transport != "relay":
+            return ManifestFeed(self._store, self._source, attempt)
+        if self._share is None:
+            raise RejectedError(
+                f"receiver {self._receiver}: {attempt} comes by relay, but this receiver shares no directory with its node's "
+                "relay; set shared_directory, the same for both"
+            )
+        if self._relay is None:
+            self._relay = RelaySource(self._share.relay, str(self._receiver), clock=self._clock)
+        return RelayFeed(self._relay, attempt, owners)
+
+    def forget(self, attempt: AttemptId) -> None:
+        """The attempt has ended: free what this node keeps of it."""
+        if self._cache is not None:
+            self._cache.forget(attempt)
+
+    def close(self) -> None:
+        """Let the node's relay forget this engine."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
+
+def receiver_feeds(
+    receiver: ReceiverId, store: RunStore, settings: ReceiverAgentSettings, *, log: EventLog, clock: Clock, ids: IdSource
+) -> ReceiverFeeds:
+    """What a receiver's settings say about where payloads come from."""
+    share = open_node_share(settings.shared_directory, store.url, ids)
+    return ReceiverFeeds(receiver, store=store, share=share, log=log, clock=clock, max_shared_nbytes=settings.shared_nbytes)
+
+
+def reception_settings(settings: ReceiverAgentSettings) -> ReceptionSettings:
+    return ReceptionSettings(queue_slots=settings.queue_slots, staging_limit_nbytes=settings.staging_nbytes)
+
+
+def delivery_limits(settings: ReceiverAgentSettings) -> DeliveryLimits:
+    return DeliveryLimits(
+        ahead_nbytes=settings.ahead_nbytes,
+        fetch_threads=settings.fetch_threads,
+        decode_threads=settings.decode_threads or min(4, len(os.sched_getaffinity(0))),
+        decode_ahead=settings.decode_ahead,
+        spill_directory=settings.spill_directory,
+    )
+
+
+def busy_pace(store: RunStore, clock: Clock) -> Pace:
+    """How often to look into the store while an attempt is under way: five times as often as between attempts."""
+    polling = MailboxSettings.for_store(store)
+    return Pace(clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s / 5)
