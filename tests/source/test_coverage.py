@@ -5,12 +5,13 @@ import math
 import msgspec
 import pytest
 from model_catalogs import nemotron_super_120b, nemotron_ultra_550b, qwen3_30b_a3b
-from source_cases import spec
+from source_cases import row_shards, spec
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
-from deltarefit.source import ParallelDegrees, SourceSettings, coverage_of, cut_into_chunks, elect_owners
+from deltarefit.source import ParallelDegrees, SourceSettings, coverage_of, cut_into_chunks, elect_owners, open_source
 from deltarefit.source.task import ConversionTask
+from deltarefit.testing.collective import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +134,43 @@ def test_bucket_targets_give_about_the_papers_number_of_payloads():
 class _Whole:
     def __init__(self, num_elements):
         self.num_elements = num_elements
+
+
+def test_a_tensor_of_another_dtype_is_cast_and_still_direct():
+    catalog = Catalog([spec("layers.0.q_proj.weight"), spec("layers.0.norm.weight", (4,))])
+    report = coverage_of(catalog, cast={"layers.0.norm.weight": "held as F32"}, items={"layers.0.q_proj.weight": 3})
+    assert [(row.weight_type, row.path, row.reason, row.items) for row in report.by_type] == [
+        ("attention queries", "direct", "", 3),
+        ("normalisation", "cast", "held as F32", 0),
+    ]
+    assert (report.tensors_direct, report.bytes_direct) == (2, report.bytes_total)
+
+
+def test_items_of_live_ranks_are_what_their_owners_would_send(ranks_of_rows):
+    reports = ranks_of_rows
+    assert all(report == reports[0] for report in reports)
+    assert [(row.tensors, row.items) for row in reports[0].by_type] == [(2, 3)]
+
+
+@pytest.fixture
+def ranks_of_rows():
+    """A tensor of five rows on three ranks, and an empty one on all of them."""
+    tensor, empty = spec("w", (5, 4)), spec("empty", (0, 4))
+
+    class Adapter:
+        def __init__(self, rank):
+            self._rank = rank
+
+        def catalog(self):
+            return Catalog([tensor, empty])
+
+        def tasks(self):
+            return [row_shards(tensor, 3)[self._rank], ConversionTask("empty", empty, (), lambda: None, (0, 1, 2))]
+
+        def barrier(self):
+            return None
+
+    def work(collective):
+        return open_source(Adapter(collective.rank), collective, SourceSettings(scan_threads=1)).coverage(collective)
+
+    return run_ranks(3, work)

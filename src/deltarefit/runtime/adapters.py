@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
+from deltarefit.source import Collective, SourceAdapter
 
-__all__ = ["engine_integration", "source_integration"]
+__all__ = [
+    "catalog_of_checkpoint",
+    "catalog_of_config",
+    "engine_integration",
+    "set_options",
+    "source_adapter",
+    "source_integration",
+]
 
 _ENGINES: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang"}
 _SOURCES: Mapping[str, str] = {"megatron": "megatron"}
@@ -59,6 +69,46 @@ def source_integration(model: Any) -> ModuleType:
         f"Publisher got a {type(model).__module__}.{type(model).__qualname__}: expected a torch module (plain, DDP, FSDP2) or "
         "a list of Megatron model chunks; other sources implement deltarefit.source.SourceAdapter"
     )
+
+
+def set_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a caller set."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def source_adapter(integration: ModuleType, model: Any, collective: Collective, options: Mapping[str, Any]) -> SourceAdapter:
+    """The integration's adapter for the model, with those of the caller's options that are set.
+
+    Raises:
+        RejectedError: the integration knows no such option, or the model cannot be mapped.
+    """
+    given = set_options(options)
+    if unknown := sorted(given.keys() - set(integration.SOURCE_OPTIONS)):
+        raise RejectedError(
+            f"Publisher got {', '.join(unknown)} for a {type(model).__module__}.{type(model).__qualname__}: its integration "
+            f"({integration.__name__}) takes {', '.join(integration.SOURCE_OPTIONS)}"
+        )
+    if isinstance(given.get("manifest"), str):
+        given["manifest"] = Path(given["manifest"])
+    return integration.source_adapter(model, collective=collective, **given)  # type: ignore[no-any-return]
+
+
+def catalog_of_config(path: Path) -> Catalog:
+    """The catalog of a model from its configuration alone.
+
+    Raises:
+        RejectedError: transformers is not installed, or cannot build the model.
+    """
+    return _integration("torch").catalog_of_config(path)  # type: ignore[no-any-return]
+
+
+def catalog_of_checkpoint(path: Path) -> Catalog:
+    """The catalog of a checkpoint on disk, from its headers alone.
+
+    Raises:
+        RejectedError: no checkpoint is there, or it breaks the format.
+    """
+    return _integration("torch").read_manifest(path)  # type: ignore[no-any-return]
 
 
 def _has_sharded_parameter(model: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from deltarefit.canonical import digest_of_digests
+from deltarefit.canonical import Catalog, digest_of_digests
 from deltarefit.errors import (
     AttemptFailedError,
     CommitConflictError,
@@ -20,7 +20,7 @@ from deltarefit.errors import (
     RejectedError,
 )
 from deltarefit.protocol import CommitRecord, ControlState, TransitionOutcome, UnfinishedAttempt, commands, events
-from deltarefit.runtime.adapters import source_integration
+from deltarefit.runtime.adapters import set_options, source_adapter, source_integration
 from deltarefit.runtime.auditing import AuditReport, audit
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.coordinator import Coordinator
@@ -37,7 +37,7 @@ from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.trace_bounds import lower_bounds
 from deltarefit.runtime.trace_clock import TimeAxis, boot_id, on_axis
-from deltarefit.source import Collective, SourceAdapter, SourceSettings, open_source, together
+from deltarefit.source import Collective, CoverageReport, SourceAdapter, SourceSettings, open_source, together
 from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, open_run
 
 __all__ = ["Publisher"]
@@ -61,6 +61,10 @@ class Publisher:
         settings: PublisherSettings | None = None,
         key: bytes | None = None,
         collective: Collective | None = None,
+        manifest: Catalog | str | Path | None = None,
+        export: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        export_by_layer: bool = False,
+        bridge: Any = None,
         adapter: SourceAdapter | None = None,
         wrap_sender: Callable[[PayloadSender], PayloadSender] | None = None,
         clock: Clock | None = None,
@@ -74,7 +78,13 @@ class Publisher:
             settings: how; equal on all ranks.
             key: one secret per run, 16 to 64 bytes; payloads then carry keyed digests and receivers need the same key.
             collective: exchanges bytes between training ranks; default: torch.distributed if it is initialised.
-            adapter: facts about a source that no integration knows.
+            manifest: the checkpoint that receivers load, or its directory. The model must produce exactly its names and
+                shapes; floating-point parameters are cast to its dtypes, as 32-bit master weights are for a 16-bit checkpoint.
+            export: computes what is published from what the model's checkpoint would hold: takes and returns tensors by name.
+                It must depend on nothing else. What it merely rearranges is still sent directly.
+            export_by_layer: whether ``export`` may be called with the tensors of one layer alone.
+            bridge: the AutoBridge that a Megatron model belongs to.
+            adapter: facts about a source that no integration knows, instead of the four above.
             wrap_sender: wraps the payload sender, for tests and limits.
             clock: time; default: the machine's.
             ids: fresh names; default: the operating system's randomness.
@@ -90,7 +100,11 @@ class Publisher:
             integration = source_integration(model)
             if collective is None:
                 collective = self._own_collective = integration.default_collective(timeout_s=self.settings.group_timeout_s)
-            adapter = adapter or integration.source_adapter(model, collective=collective)
+        options = {"manifest": manifest, "export": export, "export_by_layer": export_by_layer, "bridge": bridge}
+        if adapter is None:
+            adapter = source_adapter(integration, model, collective, options)
+        elif given := set_options(options):
+            raise RejectedError(f"Publisher got an adapter and {', '.join(given)}; give these to the adapter itself")
         self._collective = collective
         self._source = open_source(adapter, collective, _source_settings(self.settings))
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
@@ -108,6 +122,13 @@ class Publisher:
         record = self._share_record()
         worker.take_baseline(record.baseline)
         self._policy_version: int = record.policy_version
+
+    def coverage(self) -> CoverageReport:
+        """How much of this model is sent directly, by weight type, in how many items if everything changes.
+
+        Every training rank must call it, between refits. Reads no weights.
+        """
+        return self._source.coverage(self._collective)
 
     @property
     def policy_version(self) -> int:

@@ -10,7 +10,7 @@ from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_repl
 from deltarefit.source.baseline import SourceBaseline, TaskTracker
 from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
 from deltarefit.source.collective import Collective, LocalCollective, together
-from deltarefit.source.conversion import ResidualConverter, ResidualPart, assembler_of, required_tensors
+from deltarefit.source.conversion import ExplainedConverter, ResidualConverter, ResidualPart, assembler_of, required_tensors
 from deltarefit.source.coverage import CoverageReport, CoverageRow, ParallelDegrees, coverage_of
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
@@ -27,6 +27,7 @@ __all__ = [
     "ConversionTask",
     "CoverageReport",
     "CoverageRow",
+    "ExplainedConverter",
     "LocalCollective",
     "Owner",
     "ParallelDegrees",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
@@ -17,7 +17,7 @@ from deltarefit.pieces import StridedView
 from deltarefit.source.ownership import stable_hash
 from deltarefit.source.task import ConversionTask
 
-__all__ = ["ResidualConverter", "ResidualPart", "assembler_of", "check_dependencies", "required_tensors"]
+__all__ = ["ExplainedConverter", "ResidualConverter", "ResidualPart", "assembler_of", "check_dependencies", "required_tensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,15 @@ class ResidualConverter(Protocol):
         Parts of all ranks together must cover each tensor; where they overlap, bits must be equal. It may use the training
         job's collectives. What every rank can compute alone is best given by ``assembler_of`` only.
         """
+        ...
+
+
+@runtime_checkable
+class ExplainedConverter(Protocol):
+    """A ResidualConverter that says why it is needed."""
+
+    def reasons(self) -> Mapping[str, str]:
+        """Per residual tensor, for people."""
         ...
 
 

@@ -19,7 +19,9 @@ from deltarefit.errors import RejectedError
 
 __all__ = ["CoverageReport", "CoverageRow", "ParallelDegrees", "coverage_of"]
 
+Path = Literal["direct", "cast", "residual"]
 Split = Literal["tensor", "key_value", "expert", "whole"]
+_PATHS: tuple[Path, ...] = ("direct", "cast", "residual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,10 @@ class CoverageRow(msgspec.Struct, frozen=True, kw_only=True):
     """One weight type on one path."""
 
     weight_type: str
-    path: Literal["direct", "residual"]
+    path: Path
+    """"cast": sent directly too, but compared only after each element was rounded to the checkpoint's dtype."""
     reason: str
-    """Why it is residual; empty if it is direct."""
+    """Why it is cast or residual; empty if it is direct."""
     tensors: int
     nbytes: int
     share: float
@@ -99,6 +102,7 @@ class CoverageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     tensors_total: int
     tensors_direct: int
+    """Tensors that are not residual: no rank ever assembles one of these as a whole."""
     bytes_total: int
     bytes_direct: int
     items_total: int
@@ -125,6 +129,8 @@ def coverage_of(
     *,
     classes: Literal["pieces", "paper"] = "pieces",
     residual: Mapping[str, str] | AbstractSet[str] = frozenset(),
+    cast: Mapping[str, str] | None = None,
+    items: Mapping[str, int] | None = None,
 ) -> CoverageReport:
     """Tensors, bytes and items by weight type and path.
 
@@ -133,29 +139,33 @@ def coverage_of(
         degrees: of the training layout.
         classes: "pieces" for what this library sends directly, "paper" for the paper's five mapping classes.
         residual: names of tensors that the source computes, with reasons if there are any.
+        cast: names of tensors that the source holds in another dtype, with reasons.
+        items: per tensor, counted from a live source; else derived from ``degrees``.
     """
-    sums: dict[tuple[str, str], _Sum] = {}
+    sums: dict[tuple[str, Path, str], _Sum] = {}
     for spec in catalog.values():
         kind = _type_of(spec.name)
-        reason = kind.paper_reason if classes == "paper" else ""
-        if spec.name in residual:
-            reason = residual[spec.name] if isinstance(residual, Mapping) else "computed by the export"
-        items = 1 if reason else degrees.shards(kind.split)
-        sums.setdefault((kind.label, reason), _Sum()).add(spec, items if spec.num_elements else 0)
+        path, reason = _path(spec.name, kind, classes, residual, cast or {})
+        count = 1 if path == "residual" else degrees.shards(kind.split)
+        if items is not None:
+            count = items.get(spec.name, 0)
+        sums.setdefault((kind.label, path, reason), _Sum()).add(spec, count if spec.num_elements else 0)
     order = {kind.label: place for place, kind in enumerate((*_TYPES, _OTHER))}
     rows = tuple(
         CoverageRow(
             weight_type=label,
-            path="residual" if reason else "direct",
+            path=path,
             reason=reason,
             tensors=one.tensors,
             nbytes=one.nbytes,
             share=one.nbytes / catalog.nbytes if catalog.nbytes else 0.0,
             items=one.items,
         )
-        for (label, reason), one in sorted(sums.items(), key=lambda entry: (bool(entry[0][1]), order[entry[0][0]]))
+        for (label, path, reason), one in sorted(
+            sums.items(), key=lambda entry: (_PATHS.index(entry[0][1]), order[entry[0][0]], entry[0][2])
+        )
     )
-    direct = [row for row in rows if row.path == "direct"]
+    direct = [row for row in rows if row.path != "residual"]
     return CoverageReport(
         tensors_total=sum(row.tensors for row in rows),
         tensors_direct=sum(row.tensors for row in direct),
@@ -165,6 +175,23 @@ def coverage_of(
         items_direct=sum(row.items for row in direct),
         by_type=rows,
     )
+
+
+def _path(
+    name: str,
+    kind: _WeightType,
+    classes: Literal["pieces", "paper"],
+    residual: Mapping[str, str] | AbstractSet[str],
+    cast: Mapping[str, str],
+) -> tuple[Path, str]:
+    """Which way a tensor goes, and why."""
+    if name in residual:
+        return "residual", residual[name] if isinstance(residual, Mapping) else "computed by the export"
+    if classes == "paper" and kind.paper_reason:
+        return "residual", kind.paper_reason
+    if name in cast:
+        return "cast", cast[name]
+    return "direct", ""
 
 
 def _type_of(name: str) -> _WeightType:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from deltarefit.canonical import Catalog
 from deltarefit.ids import OwnerId
 from deltarefit.source.audit import agree_on_catalog, audit_coverage, audit_replicas
 from deltarefit.source.collective import Collective, together
+from deltarefit.source.conversion import ExplainedConverter, ResidualConverter
+from deltarefit.source.coverage import CoverageReport, coverage_of
 from deltarefit.source.owner import Owner
 from deltarefit.source.ownership import owned_tasks
 from deltarefit.source.replicas import find_replicas
@@ -18,6 +22,13 @@ from deltarefit.source.settings import SourceSettings
 from deltarefit.source.task import ConversionTask, ResidualSource, SourceAdapter
 
 __all__ = ["Source", "open_source"]
+
+
+class _Counted(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank owns, by place in the catalog."""
+
+    items: dict[int, int]
+    casts: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +42,39 @@ class Source:
     sources: tuple[ConversionTask, ...]
     """Every shard it holds of what residual tensors are computed from."""
     owner: Owner
-    residual_names: frozenset[str]
-    """Canonical tensors that are computed rather than rearranged. The paper sends them as overwrites (4.3); their old bits are
-    at hand here, so any encoding that the plan names is exact."""
+    residual: Mapping[str, str]
+    """Canonical tensors that are computed rather than rearranged, and why. The paper sends them as overwrites (4.3); their old
+    bits are at hand here, so any encoding that the plan names is exact."""
     fingerprint: str
     """32 hex digits over this rank's catalog, shards and replica sets: it changes when names, shapes or layout do."""
+
+    @property
+    def residual_names(self) -> frozenset[str]:
+        return frozenset(self.residual)
+
+    def coverage(self, collective: Collective) -> CoverageReport:
+        """How much is sent directly, and in how many items if everything changes. Every rank must call it; reads no weights."""
+        places = {name: place for place, name in enumerate(self.catalog)}
+        items: dict[int, int] = {}
+        casts: dict[int, str] = {}
+        for tracker in self.owner.baseline.trackers:
+            place = places[tracker.task.spec.name]
+            items[place] = items.get(place, 0) + len(tracker.groups)
+            if tracker.task.stored_dtype:
+                casts[place] = tracker.task.stored_dtype
+        data = collective.all_gather(msgspec.msgpack.encode(_Counted(items, casts)))
+        counted = [msgspec.msgpack.decode(part, type=_Counted) for part in data]
+        names = tuple(self.catalog)
+        total = {name: int(name in self.residual) for name in names}  # an assembled tensor is one item of its assembler
+        for one in counted:
+            for place, count in one.items.items():
+                total[names[place]] += count
+        stored = {names[place]: dtype for one in counted for place, dtype in one.casts.items()}
+        reasons = {
+            name: f"held as {dtype}, rounded to {self.catalog[name].dtype} before it is compared"
+            for name, dtype in stored.items()
+        }
+        return coverage_of(self.catalog, residual=self.residual, cast=reasons, items=total)
 
     def check_replicas(self, collective: Collective) -> None:
         """Compare all copies bit for bit, now. Every rank must call it between steps; it reads all weights.
@@ -63,16 +102,20 @@ def open_source(adapter: SourceAdapter, collective: Collective, settings: Source
     owned = together(collective, "electing owners", lambda: owned_tasks(tasks, collective.rank))
     converter = adapter.residual() if isinstance(adapter, ResidualSource) else None
     sources = find_replicas(converter.sources(), collective) if converter is not None else ()
-    residual_names = (
-        frozenset(spec.name for group in converter.groups() for spec in group) if converter is not None else frozenset()
-    )
-    audit_coverage(catalog, owned, collective, residual=residual_names)
+    residual = _reasons(converter) if converter is not None else {}
+    audit_coverage(catalog, owned, collective, residual=residual.keys())
     adapter.barrier()
     if settings.check_replicas:
         audit_replicas((*tasks, *sources), collective)
     stage = ResidualStage(converter, sources, collective, settings) if converter is not None else None
     owner = together(collective, "copying the baseline", lambda: Owner(OwnerId(collective.rank), owned, settings, stage))
-    return Source(adapter, catalog, tasks, sources, owner, residual_names, _fingerprint(catalog, tasks))
+    return Source(adapter, catalog, tasks, sources, owner, residual, _fingerprint(catalog, tasks))
+
+
+def _reasons(converter: ResidualConverter) -> dict[str, str]:
+    """The residual tensors, with what the converter says about each."""
+    given = converter.reasons() if isinstance(converter, ExplainedConverter) else {}
+    return {spec.name: given.get(spec.name, "computed by the export") for group in converter.groups() for spec in group}
 
 
 def _sorted(tasks: Sequence[ConversionTask]) -> tuple[ConversionTask, ...]:

@@ -38,6 +38,8 @@ class ConversionTask:
 
     Empty: every rank that lists a task of this key. For layouts of which a rank sees its own part only, such as a parameter
     sharded over one dimension of a mesh and copied along another that it does not mention."""
+    stored_dtype: str = ""
+    """The parameter's own dtype where ``words`` casts it; empty where the stored bits are the canonical ones."""
 
     def __post_init__(self) -> None:
         if not self.key:

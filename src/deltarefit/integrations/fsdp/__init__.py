@@ -9,7 +9,11 @@ from deltarefit.integrations.fsdp.adapter import FsdpAdapter, fsdp_adapter, shar
 from deltarefit.integrations.fsdp.placements import MeshSplit, held_intervals
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
 
+SOURCE_OPTIONS = ("manifest", "export", "export_by_layer")
+"""Arguments of Publisher that ``source_adapter`` takes."""
+
 __all__ = [
+    "SOURCE_OPTIONS",
     "FsdpAdapter",
     "MeshSplit",
     "TorchCollective",

@@ -10,7 +10,11 @@ from deltarefit.integrations.torch.collective import TorchCollective, default_co
 from deltarefit.integrations.torch.config import catalog_of_config
 from deltarefit.integrations.torch.manifest import read_manifest
 
+SOURCE_OPTIONS = ("manifest", "export", "export_by_layer")
+"""Arguments of Publisher that ``source_adapter`` takes."""
+
 __all__ = [
+    "SOURCE_OPTIONS",
     "TorchAdapter",
     "TorchCollective",
     "catalog_of_config",

@@ -50,6 +50,10 @@ class ExportConverter:
         """See ResidualConverter. What is traced together is taken to depend on all of it."""
         return {name: frozenset(group) for name, group in self._export.groups.items()}
 
+    def reasons(self) -> Mapping[str, str]:
+        """Why each residual tensor is one."""
+        return self._export.opaque
+
     def convert(self, specs: Sequence[TensorSpec]) -> Iterator[ResidualPart]:
         """See ResidualConverter."""
         wanted: dict[tuple[str, ...], list[TensorSpec]] = {}

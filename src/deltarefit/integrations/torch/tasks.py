@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from deltarefit.bits import DTYPES
+from deltarefit.bits import DTYPES, dtype_name
 from deltarefit.canonical import TensorSpec
 from deltarefit.integrations.torch.local import LocalTensor
 from deltarefit.pieces import Piece
@@ -24,10 +24,12 @@ def task_of(key: str, spec: TensorSpec, local: LocalTensor, pieces: Sequence[Pie
     if not placed and spec.num_elements:
         return None
     shard = local.shard
+    stored = dtype_name(local.dtype)
     return ConversionTask(
         key if shard is None else f"{key}[{shard.label}]",
         spec,
         placed,
         functools.partial(local.words, first, count, DTYPES[spec.dtype]),
         tuple(range(world_size)) if shard is None else (),  # a shard does not say where its copies are
+        stored if stored != spec.dtype else "",
     )
