@@ -1,8 +1,8 @@
 """The control plane: one small record per run that changes only by compare-and-set.
 
 A backend only reads and swaps one blob (``RecordStore``); every rule is in ``protocol.commit``; ``ControlPlane`` joins the two.
-May import the leaves, ``protocol``, and the clients of the backends (sqlite3, obstore, http.client). Knows no tensor, no payload and no
-clock.
+May import the leaves, ``protocol``, and the clients of the backends (sqlite3, obstore, http.client). Knows no tensor, no
+payload and no clock.
 """
 
 from deltarefit.control.etcd import EtcdRecordStore
