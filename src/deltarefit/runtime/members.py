@@ -18,6 +18,7 @@ __all__ = ["Member", "Members"]
 _LOG = logging.getLogger(__name__)
 _MAX_SUMMARY_NBYTES = 64 * 2**20  # 200,000 tensors of 60-byte names need about 15 MB
 _LOOK_S = 0.05
+_GONE_LEASES = 20  # a receiver that was only frozen writes its beacon anew, but would be left out of a refit meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class _Watched:
     is_fresh: bool
     """It appeared while we were looking, so it need not move to prove that it lives."""
     member: Member
+    moved_s: float
+    """When its beacon was last seen to move, or first seen."""
+    beat: str = ""
     verdict: LeaseVerdict = LeaseVerdict.UNDECIDED
 
 
@@ -62,9 +66,10 @@ class Members:
             self._look()
         return {name: one.member for name, one in self._watched.items() if one.verdict is not LeaseVerdict.EXPIRED}
 
-    def expired(self) -> frozenset[ReceiverId]:
-        """Receivers whose beacon is there and stood still for a lease, at the last look."""
-        return frozenset(name for name, one in self._watched.items() if one.verdict is LeaseVerdict.EXPIRED)
+    def long_gone(self) -> frozenset[ReceiverId]:
+        """Receivers whose beacon stood still for so many leases that nobody expects them back soon; at the last look."""
+        now_s, span_s = self._clock.monotonic_s(), _GONE_LEASES * self._lease.lease_s
+        return frozenset(name for name, one in self._watched.items() if now_s - one.moved_s > span_s)
 
     def ready(self, catalog_digest: str) -> dict[ReceiverId, Member]:
         """Receivers that live for certain and prewarmed for this catalog."""
@@ -148,9 +153,12 @@ class Members:
             except TransportError as error:
                 _LOG.warning("%s; it takes no part", error)
                 continue
-            one = self._watched.get(name) or _Watched(LeaseWatch(self._lease), not is_first, member)
+            one = self._watched.get(name) or _Watched(LeaseWatch(self._lease), not is_first, member, now_s)
+            beat = _beat(reading)
+            if beat != one.beat:
+                one.beat, one.moved_s = beat, now_s
             one.member = member
-            one.verdict = one.watch.observe(_beat(reading), asked_s=asked_s, now_s=now_s)
+            one.verdict = one.watch.observe(beat, asked_s=asked_s, now_s=now_s)
             watched[name] = one
         self._watched = watched
         self._looked_s = now_s

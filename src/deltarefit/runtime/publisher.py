@@ -33,12 +33,13 @@ from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
 from deltarefit.runtime.refit_state import Outcome, Session
 from deltarefit.runtime.report import RefitReport, stage_seconds
+from deltarefit.runtime.senders import attempt_sender
 from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.trace_bounds import lower_bounds
 from deltarefit.runtime.trace_clock import TimeAxis, boot_id, on_axis
 from deltarefit.source import Collective, CoverageReport, SourceAdapter, SourceSettings, open_source, together
-from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, open_run
+from deltarefit.transport import PayloadSender, open_run
 
 __all__ = ["Publisher"]
 
@@ -112,7 +113,18 @@ class Publisher:
         log = EventLog(self._clock, f"owner {collective.rank}")
         self.observers = Observers(self.settings, log.where, self._clock, serves_metrics=collective.rank == 0)
         self.observers.watch(log)
-        worker = OwnerWorker(self._source.owner, self._sender(wrap_sender), self._store, log, clock=self._clock, key=key)
+        self._sender = attempt_sender(
+            self._store,
+            collective.rank,
+            self.settings,
+            key=key,
+            wrap=wrap_sender,
+            log=log,
+            clock=self._clock,
+            ids=self._ids,
+        )
+        self._key = key
+        worker = OwnerWorker(self._source.owner, self._sender, self._store, log, clock=self._clock, key=key)
         self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
         self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
@@ -172,6 +184,7 @@ class Publisher:
         """Give the run back. Receivers keep serving the committed version."""
         hold, self._hold, self._session = self._hold, None, None
         self._is_closed = True
+        self._sender.close()
         self.observers.close()
         if hold is not None:
             hold.release()
@@ -187,12 +200,6 @@ class Publisher:
 
     # --- setting up -------------------------------------------------------------------------------------------------
 
-    def _sender(self, wrap_sender: Callable[[PayloadSender], PayloadSender] | None) -> PayloadSender:
-        inner: PayloadSender = ObjectStoreSender(self._store)
-        if wrap_sender is not None:
-            inner = wrap_sender(inner)
-        return RetryingSender(inner, clock=self._clock)
-
     def _exchange_digests(self, worker: OwnerWorker) -> list[OwnerReply]:
         """Every rank learns the digests of what all ranks own."""
         mine = OwnerReply(int(worker.owner), digests=worker.committed_digests())
@@ -204,7 +211,15 @@ class Publisher:
         if self._collective.rank != 0:
             return
         digests = sum_digests(self._initial)
-        hold = RunHold(self._store, self._source.catalog, digests, settings=self.settings, clock=self._clock, ids=self._ids)
+        hold = RunHold(
+            self._store,
+            self._source.catalog,
+            digests,
+            settings=self.settings,
+            clock=self._clock,
+            ids=self._ids,
+            key=self._key,
+        )
         try:
             log = EventLog(self._clock, COORDINATOR)
             self.observers.watch(log)
@@ -308,7 +323,7 @@ class Publisher:
         )
         self._raise_unless_committed(finish)
         hold.announce(self._record(session))
-        hold.sweep(session.members.expired())
+        hold.sweep(session.members.long_gone())
         return self._report(session, coordinator.outcome, finish)
 
     def _without_abort(self, session: Session, state: ControlState) -> ControlState:
@@ -369,7 +384,8 @@ class Publisher:
             failures=finish.causes,
             bounds=lower_bounds(happened),
             pause_s=spent_s.get("pause", 0.0),
-            cross_nbytes=sum(event.nbytes for event in happened if event.stage == "fetch"),
+            cross_nbytes=outcome.crossed_nbytes + sum(event.nbytes for event in happened if event.stage == "fetch"),
+            transport=outcome.transport,
         )
         self.observers.refit(report, reported, shifts)
         return report

@@ -29,6 +29,7 @@ from deltarefit.runtime.messages import RunNotice, encode_message
 from deltarefit.runtime.names import COORDINATOR, coordinator_mailbox
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.refit_state import Session
+from deltarefit.runtime.relays import Relays, relay_context
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.sweeping import sweep
 from deltarefit.runtime.trace_clock import TimeAxis
@@ -86,6 +87,7 @@ class RunHold:
         settings: PublisherSettings,
         clock: Clock,
         ids: IdSource,
+        key: bytes | None = None,
     ) -> None:
         """Take the run, or create it.
 
@@ -93,6 +95,7 @@ class RunHold:
             RejectedError: another live coordinator holds it, or it belongs to another model.
         """
         self.store = store
+        self._key = key
         self.catalog = catalog
         self.activity = Activity(clock)
         self._clock = clock
@@ -105,8 +108,8 @@ class RunHold:
         self.control = control_plane(store, clock, ids)
         self._digest = digest_of_digests(digests)
         store.put_if_absent(keys.plan(catalog.digest), catalog.to_wire())
-        record = CommitRecord(PolicyVersion(0), baseline_id(0, self.nonce), self._digest)
-        expired_epoch = self._wait_out(self.control.create("run", catalog.digest, record))
+        self._first = CommitRecord(PolicyVersion(0), baseline_id(0, self.nonce), self._digest)
+        expired_epoch = self._wait_out(self.control.create("run", catalog.digest, self._first))
         self.state = self.control.acquire(self.holder, catalog.digest, expired_epoch=expired_epoch)
         self.epoch = self.state.epoch
         beacon = Beacon(store, keys.control(COORDINATOR), nonce=self.nonce)
@@ -118,8 +121,8 @@ class RunHold:
 
     @property
     def is_new(self) -> bool:
-        """Whether this hold is the first that the run ever had."""
-        return self.epoch == 1
+        """Whether the record names the baseline that this coordinator brought, because it made the run."""
+        return self.state.record.baseline == self._first.baseline
 
     def _wait_out(self, state: ControlState) -> int | None:
         """If somebody holds the run, watch whether they live; the epoch that has expired, once it surely has.
@@ -214,6 +217,9 @@ class RunHold:
             activity=self.activity,
             axis=axis,
         )
+        context = relay_context(
+            self.store.url, f"coordinator-{self.nonce}", key=self._key, tls=self._settings, clock=self._clock, ids=self._ids
+        )
         return Session(
             store=self.store,
             control=self.control,
@@ -224,6 +230,7 @@ class RunHold:
             num_owners=num_owners,
             caller=caller,
             members=members,
+            relays=Relays(self.store, self._clock, self._settings.lease_s, self._settings, context),
             clock=self._clock,
             ids=self._ids,
             settings=self._settings,
@@ -235,9 +242,9 @@ class RunHold:
             committed=dict(digests),
         )
 
-    def sweep(self, expired: Collection[str] = ()) -> None:
+    def sweep(self, gone: Collection[str] = ()) -> None:
         """Remove what the dead left behind. Only while no attempt is bound."""
-        sweep(self.store, epoch=self.epoch, expired=expired)
+        sweep(self.store, epoch=self.epoch, gone=gone)
 
     def release(self) -> None:
         """Give the run back. The next coordinator need not wait for the lease."""

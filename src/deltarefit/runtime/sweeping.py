@@ -17,17 +17,17 @@ __all__ = ["sweep"]
 _LOG = logging.getLogger(__name__)
 
 
-def sweep(store: RunStore, *, epoch: int, expired: Collection[str]) -> int:
+def sweep(store: RunStore, *, epoch: int, gone: Collection[str]) -> int:
     """Delete leftovers; returns how many objects or attempts were removed. A failure is logged: the next sweep goes on.
 
     Args:
         store: the run.
         epoch: the holder's; mail to coordinators of other epochs is removed.
-        expired: receivers whose lease is known to have run out; one that only slept writes its beacon anew.
+        gone: receivers that have shown no sign of life for long; one that only slept writes its beacon anew.
     """
     try:
         removed = len(sweep_attempts(store, keep=()))
-        beacons = [keys.member(name) for name in expired]
+        beacons = [keys.member(name) for name in gone]
         store.delete(beacons)
         mail = _orphaned_mail(store, epoch)
         store.delete(mail)
