@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("deltarefit.cli.offline", "verify"),
     "coverage": ("deltarefit.cli.coverage", "coverage"),
     "receiver": ("deltarefit.cli.receiver", "receiver"),
+    "relay": ("deltarefit.cli.relay", "relay"),
     "status": ("deltarefit.cli.status", "status"),
     "trace": ("deltarefit.cli.trace", "trace"),
     "abort": ("deltarefit.cli.abort", "abort"),

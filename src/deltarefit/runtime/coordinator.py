@@ -221,6 +221,7 @@ class Coordinator:
         if self._alone:
             try:
                 session.store.delete_prefix(keys.attempt_prefix(attempt))
+                session.relays.cleanup(attempt)
             except RefitError as error:
                 return events.CleanedUp(leftover=str(error))
             return events.CleanedUp()

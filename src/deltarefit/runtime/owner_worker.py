@@ -22,9 +22,11 @@ from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.messages import Failure, OwnerMarker
 from deltarefit.runtime.progress import Progress, ProgressBoard
+from deltarefit.runtime.senders import AttemptSender
 from deltarefit.runtime.trace_clock import ClockReading, boot_id
 from deltarefit.source import Owner
-from deltarefit.transport import ManifestWriter, PayloadEntry, PayloadSender, RunStore, keys
+from deltarefit.transport import ManifestWriter, PayloadEntry, RunStore, keys
+from deltarefit.transport.relay import Peer
 
 __all__ = [
     "Build",
@@ -58,6 +60,8 @@ class Build(_Command, frozen=True, forbid_unknown_fields=True):
     plan: bytes
     starts_transition: bool
     """The candidate may differ from what an earlier build saw; otherwise it must be the same."""
+    relays: tuple[Peer, ...] = ()
+    """Payloads go to these, in this order at every owner; without any, to the store."""
 
 
 class StopSending(_Command, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +106,8 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a build that came to its end."""
     payloads: int = 0
     payload_nbytes: int = 0
+    crossed_nbytes: int = 0
+    """Payload bytes that went to relays, repeated ones included."""
     changed_elements: int = 0
     digests: dict[str, str] = {}
     """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
@@ -122,7 +128,7 @@ class OwnerWorker:
     """Executes commands; never raises: what went wrong travels in the reply, so that no other rank waits for ever."""
 
     def __init__(
-        self, owner: Owner, sender: PayloadSender, store: RunStore, events: EventLog, *, clock: Clock, key: bytes | None
+        self, owner: Owner, sender: AttemptSender, store: RunStore, events: EventLog, *, clock: Clock, key: bytes | None
     ) -> None:
         self._owner = owner
         self._machine = OwnerMachine(owner.owner, None)
@@ -134,6 +140,7 @@ class OwnerWorker:
         self._key = key
         self._boot = boot_id()
         self._board = ProgressBoard(store)
+        self._halt_pace = Pace(clock, first_s=_HALT_S, most_s=_HALT_S)
         self._sent: list[PayloadEntry] = []
         """Of the build under way, or the latest."""
 
@@ -193,7 +200,8 @@ class OwnerWorker:
             self._machine.abandoned()
             self._owner.forget_candidate()
         attempt = self._bind(command)
-        manifest = ManifestWriter(self._store, attempt.attempt, self.owner)
+        self._sender.begin(attempt.attempt, command.relays)
+        manifest = None if command.relays else ManifestWriter(self._store, attempt.attempt, self.owner)
         self._sent = []
         with (
             self._board.showing(attempt.attempt, self._progress(self._clock.monotonic_s())),
@@ -202,7 +210,9 @@ class OwnerWorker:
             for job in enumerate(self._scan(attempt)):
                 pipeline.submit(job)
             pipeline.finish()
-        manifest.end()
+            self._sender.settle(attempt.attempt, lambda: self._check_halt(attempt.attempt))
+        if manifest is not None:
+            manifest.end()
         entries = self._sent
         marker = self._machine.end(attempt.attempt)
         return OwnerReply(
@@ -210,6 +220,7 @@ class OwnerWorker:
             marker=OwnerMarker(int(marker.owner), marker.count, marker.digest),
             payloads=len(entries),
             payload_nbytes=sum(entry.nbytes for entry in entries),
+            crossed_nbytes=self._sender.crossed_nbytes if command.relays else 0,
             changed_elements=self._owner.changed_elements,
             digests=_hex(self._owner.candidate_digests()),
         )
@@ -250,19 +261,24 @@ class OwnerWorker:
             AttemptFailedError: the coordinator has given the attempt up.
         """
         buckets = iter(self._owner.build(attempt.plan, attempt.mode))
-        pace = Pace(self._clock, first_s=_HALT_S, most_s=_HALT_S)
         while True:
             with self._events.stage("scan", attempt.attempt):
                 bucket = next(buckets, None)
             if bucket is None:
                 return
             yield bucket
-            if pace.is_due and self._store.head(keys.halt(attempt.attempt)) is not None:
-                raise AttemptFailedError(
-                    f"{attempt.attempt}: given up by the coordinator; owner {self.owner} builds no further"
-                )
+            self._check_halt(attempt.attempt)
 
-    def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter, sequence: int, bucket: Bucket) -> None:
+    def _check_halt(self, attempt: AttemptId) -> None:
+        """Now and then, see whether the coordinator has given the attempt up.
+
+        Raises:
+            AttemptFailedError: it has.
+        """
+        if self._halt_pace.is_due and self._store.head(keys.halt(attempt)) is not None:
+            raise AttemptFailedError(f"{attempt}: given up by the coordinator; owner {self.owner} goes no further")
+
+    def _encode_and_send(self, attempt: _Attempt, manifest: ManifestWriter | None, sequence: int, bucket: Bucket) -> None:
         name = PayloadId(attempt.attempt, sequence, self.owner)
         with self._events.stage("encode", attempt.attempt, nbytes=bucket.input_nbytes, payload=str(name)):
             data = payload.encode(
@@ -279,8 +295,8 @@ class OwnerWorker:
         with self._lock:
             if self._machine.sent(attempt.attempt, entry.digest) != sequence:
                 raise AttemptFailedError(f"{name}: sent out of order by owner {self.owner}")
-        with self._events.stage("send", attempt.attempt, nbytes=len(data), payload=str(name)):
-            self._sender.send(name, data)
+        self._sender.send(name, data)
+        if manifest is not None:
             manifest.add(entry)
         self._sent.append(entry)
 

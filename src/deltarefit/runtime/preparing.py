@@ -94,6 +94,7 @@ class Preparation:
             command.is_dense,
             plan,
             required,
+            session.relays.choose(required, is_retry=command.ordinal > 1),
         )
 
     def bind_receivers(self, bound: BoundAttempt) -> None:
@@ -112,6 +113,7 @@ class Preparation:
                 restores=bound.is_dense or member.identity not in session.settled,
                 plan_digest=bound.plan.digest,
                 num_owners=session.num_owners,
+                transport=bound.transport,
             )
 
         answers = session.caller.ask(bound.required.values(), body, session.settings.reply_timeout_s)

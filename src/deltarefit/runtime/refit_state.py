@@ -16,9 +16,11 @@ from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.members import Member, Members
 from deltarefit.runtime.owner_group import OwnerGroup
+from deltarefit.runtime.relays import Relays
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import RunStore
+from deltarefit.transport.relay import Peer
 
 __all__ = ["BoundAttempt", "Identity", "Outcome", "Session"]
 
@@ -39,6 +41,7 @@ class Session:
     num_owners: int
     caller: Caller
     members: Members
+    relays: Relays
     clock: Clock
     ids: IdSource
     settings: PublisherSettings
@@ -90,6 +93,12 @@ class BoundAttempt:
     is_dense: bool
     plan: RefitPlan
     required: Mapping[ReceiverId, Member]
+    relays: tuple[Peer, ...]
+    """Payloads go over these; without any, over the object store."""
+
+    @property
+    def transport(self) -> str:
+        return "relay" if self.relays else "object_store"
 
 
 @dataclass(slots=True)
@@ -100,6 +109,10 @@ class Outcome:
     payloads: int = 0
     payload_nbytes: int = 0
     sent_nbytes: int = 0
+    crossed_nbytes: int = 0
+    """Payload bytes that went to relays, over all attempts."""
+    transport: str = "object_store"
+    """Of the latest attempt."""
     digests: dict[str, TensorDigest] = field(default_factory=dict)
     receivers: tuple[ReceiverId, ...] = ()
     audited: bool = False

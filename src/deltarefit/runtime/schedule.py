@@ -69,6 +69,7 @@ class Schedule:
             replies = session.owners.command(self._build_command())
         for reply in replies:
             self._outcome.events.extend(reply.events)
+            self._outcome.crossed_nbytes += reply.crossed_nbytes
         if guard.trouble is not None:
             raise guard.trouble
         for reply in replies:
@@ -91,6 +92,7 @@ class Schedule:
             mode=bound.mode,
             plan=bound.plan.to_wire(),
             starts_transition=self._starts_transition,
+            relays=bound.relays,
         )
 
     def _note_built(self, replies: Iterable[OwnerReply]) -> None:
@@ -100,6 +102,7 @@ class Schedule:
         outcome.payloads = sum(reply.payloads for reply in listed)
         outcome.payload_nbytes = sum(reply.payload_nbytes for reply in listed)
         outcome.sent_nbytes += outcome.payload_nbytes
+        outcome.transport = self._bound.transport
 
     # --- line 29 ----------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,24 @@ class ObservationSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw
     """Write every stage as a span of the application's tracer; needs ``deltarefit[otel]``."""
 
 
+class RelayServiceSettings(_Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A relay on a rollout node."""
+
+    shared_directory: str = "/dev/shm"
+    """The same as that of the node's receivers."""
+    max_nbytes: int = 8 * 2**30
+    """Most payload bytes kept there; when they are used up, owners wait."""
+    lease_s: float = 10.0
+    """A relay that showed no sign of life for so long is left out of new attempts."""
+    relay_tls_authority: str = ""
+    """TLS 1.3 between owners and relays, with certificates on both sides: all three files, or none. This one holds certificates
+    of the authority that signed every participant's, PEM."""
+    relay_tls_certificate: str = ""
+    """This participant's own certificate, with its chain, PEM."""
+    relay_tls_key: str = ""
+    """Its private key, PEM, without a password."""
+
+
 class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The training side. All ranks must be given the same."""
 
@@ -114,6 +132,20 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """Input bytes per scan (paper C, object storage)."""
     scan_threads: int = 0
     """Threads that compare and encode; 0 means one per core that this process may use."""
+    transport: Literal["auto", "object_store", "relay"] = "auto"
+    """How payloads travel. ``auto``: by the relay tree where relays serve every required receiver's node, otherwise, and for
+    every retry, over the object store."""
+    relay_fan_out: int = 2
+    """Children of each relay in the tree."""
+    relay_retained_nbytes: int = 2**30
+    """Most payload bytes that an owner keeps until every relay has them; then building waits."""
+    relay_tls_authority: str = ""
+    """TLS 1.3 between owners and relays, with certificates on both sides: all three files, or none. This one holds certificates
+    of the authority that signed every participant's, PEM."""
+    relay_tls_certificate: str = ""
+    """This participant's own certificate, with its chain, PEM."""
+    relay_tls_key: str = ""
+    """Its private key, PEM, without a password."""
     baseline_directory: str = ""
     """Where to memory-map the baseline; empty keeps it in memory."""
 

@@ -8,10 +8,12 @@ themselves.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from deltarefit.errors import RejectedError
 from deltarefit.ids import AttemptId, OwnerId, PayloadId, ReceiverId
@@ -67,6 +69,20 @@ class NodeShare:
         except OSError as error:
             raise RejectedError(f"shared directory {directory}: {error}; name another with shared_directory") from error
 
+    def lock_relay(self) -> IO[bytes]:
+        """Be this node's one relay until the returned file is closed, or this process ends.
+
+        Raises:
+            RejectedError: another process is.
+        """
+        file = (self.directory / "relay.lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise RejectedError(f"shared directory {self.directory}: another relay serves this node and run already") from error
+        return file
+
     def _name(self, ids: IdSource) -> str:
         """Whoever links first names the node for all."""
         path = self.directory / "node"
@@ -81,12 +97,12 @@ class NodeShare:
             return file.read(_NODE_NAME_NBYTES).decode("ascii", "replace")
 
 
-def open_node_share(root: str, run_url: str, ids: IdSource) -> NodeShare | None:
+def open_node_share(root: str, run_url: str, ids: IdSource, *, makes: bool = False) -> NodeShare | None:
     """The node's share for that run; None if ``root`` is empty, or cannot be used, which is logged.
 
-    A run in files on this machine needs none, so there it is only found if a relay has made it.
+    A run in files on this machine needs none, so there it is only found, unless the caller ``makes`` it, as a relay does.
     """
-    is_local = run_url.startswith(("file:", "memory:"))
+    is_local = run_url.startswith(("file:", "memory:")) and not makes
     if not root or (is_local and not shared_path(run_url, Path(root)).exists()):
         return None
     try:

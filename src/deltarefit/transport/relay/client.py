@@ -120,6 +120,11 @@ class RelaySender(ForwarderOwner):
         with self._changed:
             return self._changed.wait_for(lambda: not any(key.attempt == attempt for key in self._retained), timeout_s)
 
+    def trouble(self, attempt: AttemptId) -> str:
+        """Why not all payloads of the attempt reached every relay that could be reached; empty if nothing is known of that."""
+        with self._changed:
+            return self._trouble.get(attempt, "")
+
     def stop_and_wait(self, attempt: AttemptId) -> None:
         """See ``PayloadSender``: payloads that not every relay has yet are dropped, here and at the relays."""
         self._stop(attempt)
