@@ -239,10 +239,18 @@ def test_the_culprit_behind_the_hook_is_named_among_many():
     assert raw_state(model) == before
 
 
-def test_a_parameter_that_only_gets_a_constant_is_not_reached_by_its_tensor():
-    model = ToyModel({"a": (BF16, (4,))}, {"a": lambda m, w: m.a.data.fill_(7)})
-    with pytest.raises(RejectedError, match="a: no canonical tensor reaches"):
-        RankReceiver(model, model.load_weights).prewarm(catalog_of(a=(BF16, (4,))))
+def zero_input(model, w):
+    w.zero_()
+    model.a.data.copy_(w)
+
+
+@pytest.mark.parametrize("rule", [lambda m, w: m.a.data.zero_(), zero_input])
+def test_a_bias_that_only_another_rank_adds_is_a_constant_here(rule):
+    """Engines zero a bias on all ranks but one, some by zeroing what they were given."""
+    model = ToyModel({"a": (BF16, (4,))}, {"a": rule})
+    report = RankReceiver(model, model.load_weights).prewarm(catalog_of(a=(BF16, (4,))))
+    assert (report.routes["a"].kind, report.unreached) == ("skipped", {})
+    assert "constant" in report.routes["a"].reason
 
 
 def test_parameters_that_may_lack_a_tensor_are_allowed_by_pattern():

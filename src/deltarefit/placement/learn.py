@@ -61,6 +61,7 @@ def learn_loader(load_weights: LoadWeights, storages: StorageMap, catalog: Catal
     resolved = resolve_by_probing(load_weights, storages, catalog, names, by_name, seed=seed)
     learned.homes.update(resolved.homes)
     learned.opaque.update(resolved.opaque)
+    learned.fills += resolved.constants
     for name in resolved.homes:
         learned.indirect[name] = OpaqueWrites(tuple(by_name.get(name, ())), "it is copied through a temporary")
     return learned

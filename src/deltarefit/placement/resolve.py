@@ -42,6 +42,8 @@ class Resolved:
 
     homes: dict[str, tuple[Home, ...]] = field(default_factory=dict)
     opaque: dict[str, OpaqueWrites] = field(default_factory=dict)
+    constants: list[Write] = field(default_factory=list)
+    """Writes that leave the same bits whatever the tensor holds."""
 
 
 def resolve_by_probing(
@@ -63,6 +65,7 @@ def resolve_by_probing(
                 break
         result.homes.update(found.homes)
         result.opaque.update(found.opaque)
+        result.constants += found.constants
     return result
 
 
@@ -150,6 +153,7 @@ class _Probing:
         grouped = self._fit(reasons)
         result = self._opaque(reasons)
         result.homes = {name: group_homes(found) for name, found in grouped.items() if name not in reasons}
+        result.constants = [view.write for view in self._views.values() if view.steady.all() and not view.ids.any()]
         return result
 
     def _opaque(self, reasons: Mapping[str, str]) -> Resolved:

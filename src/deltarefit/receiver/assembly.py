@@ -142,7 +142,7 @@ class Assembly:
                 self._refused[name] = trial.refusal
         tensors = self._places()
         unreached = unreached_elements(tensors, claims)
-        self._refuse_unreached(unreached_elements(tensors, [claim for claim in claims if not is_constant(claim)]), tensors)
+        self._refuse_unreached(unreached, tensors)
         if not self._refused:
             self._cross_check(load_weights)
         if self._refused:
@@ -186,13 +186,15 @@ class Assembly:
 
     def _routes(self, aliased: set[str]) -> dict[str, TensorRoute]:
         routes: dict[str, TensorRoute] = {}
+        constant = {write.current for write in self._learned.fills}
         for name, spec in self._catalog.items():
             if name in self._learned.homes:
                 routes[name] = self._pieces(name, name in aliased)
             elif name in self._learned.opaque:
                 routes[name] = scratch_route(spec, self._trials[name])
             else:
-                routes[name] = TensorRoute(kind="skipped", encodings=(), reason="the loader writes nothing for it here")
+                what = "a constant" if name in constant else "nothing"
+                routes[name] = TensorRoute(kind="skipped", encodings=(), reason=f"the loader writes {what} for it here")
         return routes
 
     def _pieces(self, name: str, is_alias: bool) -> TensorRoute:

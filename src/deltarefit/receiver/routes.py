@@ -21,6 +21,7 @@ __all__ = [
     "HeldPieces",
     "aliases_and_collisions",
     "held_pieces",
+    "is_constant",
     "pieces_route",
     "scratch_route",
     "unreached_elements",

@@ -17,7 +17,15 @@ from deltarefit.errors import RejectedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARCHITECTURES", "load_tensors", "perturbed", "tiny_model", "write_checkpoint", "write_tiny_checkpoint"]
+__all__ = [
+    "ARCHITECTURES",
+    "MORE_ARCHITECTURES",
+    "load_tensors",
+    "perturbed",
+    "tiny_model",
+    "write_checkpoint",
+    "write_tiny_checkpoint",
+]
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 250, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -75,22 +83,47 @@ _TABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 
+_MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}),
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "head_dim": None}),
+    "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": True, "sliding_window": 64, "query_pre_attn_scalar": 32}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "phi3": ("Phi3Config", {"head_dim": None}),
+}  # fmt: skip
+
 ARCHITECTURES: tuple[str, ...] = tuple(_TABLE)
-"""Names that ``tiny_model`` and ``write_tiny_checkpoint`` know."""
+"""Names that ``tiny_model`` and ``write_tiny_checkpoint`` know and every suite runs."""
+MORE_ARCHITECTURES: tuple[str, ...] = tuple(_MORE)
+"""Further names that they know, for receivers: biases, other fusions, transposed experts, sliding windows."""
 
 
 def tiny_model(architecture: str = "qwen3_moe", *, seed: int = 0) -> Any:
     """A transformers causal language model of a few hundred thousand bfloat16 parameters, the same for the same seed.
 
     Raises:
-        RejectedError: the architecture is not in ``ARCHITECTURES``.
+        RejectedError: the architecture is in neither ``ARCHITECTURES`` nor ``MORE_ARCHITECTURES``.
     """
-    if architecture not in _TABLE:
-        raise RejectedError(f"architecture {architecture!r}: expected one of {', '.join(ARCHITECTURES)}")
+    known = {**_TABLE, **_MORE}
+    if architecture not in known:
+        raise RejectedError(f"architecture {architecture!r}: expected one of {', '.join(known)}")
     import torch
     import transformers
 
-    class_name, changes = _TABLE[architecture]
+    class_name, changes = known[architecture]
     values = {name: value for name, value in {**_COMMON, **changes}.items() if value is not None}
     config = getattr(transformers, class_name)(**values)
     with torch.random.fork_rng(devices=[]):
