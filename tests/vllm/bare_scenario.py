@@ -101,16 +101,15 @@ class Refits:
         receiver.prepare(dense)
         receiver.apply(delta_payload(dense, self.versions[0], self.versions[1]))
         receiver.synchronize()
-        proven = shown(receiver)
+        proven, rest = shown(receiver), receiver.residue()
         unnoticed = []
-        names = dict(model.named_parameters())
-        for name, parameter in names.items():
-            if name in report.unreached or not parameter.numel():
+        for name, parameter in model.named_parameters():
+            if not parameter.numel():
                 continue
             words = parameter.detach().reshape(-1).view(torch.uint8)
             place = words.numel() // 3
             words[place] ^= 4
-            if shown(receiver) == proven:
+            if shown(receiver) == proven and receiver.residue() == rest:
                 unnoticed.append(name)
             words[place] ^= 4
         routes = {name: [route.kind, route.cast, route.is_dense] for name, route in report.routes.items()}
