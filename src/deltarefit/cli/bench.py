@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deltarefit.cli._output import emit, guarded, json_option, print_table
+from deltarefit.cli.bench_refit import refit
 
 __all__ = ["bench"]
 
@@ -50,3 +51,4 @@ _BENCHES: Sequence[tuple[str, str]] = (
 )
 for _name, _summary in _BENCHES:
     bench.add_command(_bench_command(_name, _summary))
+bench.add_command(refit)

@@ -63,8 +63,8 @@ def find_server() -> str | None:
 
 
 @contextmanager
-def running_s3_server() -> Iterator[S3Server]:
-    """Start a server on free ports of this machine, and end it.
+def running_s3_server(host: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Start a server on free ports of this machine, and end it; ``host`` is the address to listen on.
 
     Raises:
         RejectedError: the wheel is not installed.
@@ -75,9 +75,9 @@ def running_s3_server() -> Iterator[S3Server]:
     # Short, and not under pytest's: Unix socket paths end at 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="weed"))
     ports = _free_ports(8)
-    process = _start(weed, folder, ports)
+    process = _start(weed, folder, ports, host)
     try:
-        server = S3Server(f"http://127.0.0.1:{ports[0]}", BUCKET, "testkey", "testsecret123")
+        server = S3Server(f"http://{host}:{ports[0]}", BUCKET, "testkey", "testsecret123")
         _wait_until_ready(server, process, folder / "log")
         yield server
     finally:
@@ -88,7 +88,7 @@ def running_s3_server() -> Iterator[S3Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(weed: str, folder: Path, ports: list[int]) -> subprocess.Popen[bytes]:
+def _start(weed: str, folder: Path, ports: list[int], host: str) -> subprocess.Popen[bytes]:
     names = ("s3.port", "filer.port", "master.port", "volume.port", "admin.port", "s3.port.iceberg", "s3.port.lance")
     environment = {
         "PATH": os.environ["PATH"],
@@ -102,8 +102,8 @@ def _start(weed: str, folder: Path, ports: list[int]) -> subprocess.Popen[bytes]
         "-logtostderr=true",
         "mini",
         f"-dir={folder}/data",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
+        f"-ip={host}",
+        f"-ip.bind={host}",
         *(f"-{name}={port}" for name, port in zip(names, ports, strict=False)),
         "-webdav=false",
         "-admin.ui=false",
