@@ -1,4 +1,4 @@
-"""Prints what ``/weight_checker`` of a fresh one-rank server would say of a checkpoint, from a bare model: no engine, no server.
+"""Prints what ``/weight_checker`` of a fresh one-rank server would say of a checkpoint, from a bare model.
 
 A program of its own: ``python bare_checksums.py CHECKPOINT WORK``.
 """
@@ -33,7 +33,8 @@ def main(checkpoint: str, work: str) -> None:
         ensure_model_parallel_initialized(1, 1)
         model = initialize_model(vllm_config=config)
         model.load_weights(list(load_tensors(Path(checkpoint)).items()))
-    print(json.dumps({f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in compute_tensor_digests(model).items()}))
+    digests = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in compute_tensor_digests(model).items()}
+    sys.stdout.write(json.dumps(digests))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -124,18 +124,21 @@ class RunningRequest(threading.Thread):
 
     def run(self) -> None:
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
-            body = json.dumps(self.server.order(self.num_tokens, stream=True))
-            connection.request("POST", "/inference/v1/generate", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    self.lines.append(json.loads(line[6:]))
-                    self.begun.set()
+            with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)) as connection:
+                body = json.dumps(self.server.order(self.num_tokens, stream=True))
+                connection.request("POST", "/inference/v1/generate", body, {"Content-Type": "application/json"})
+                with connection.getresponse() as answer:
+                    assert answer.status == 200, answer.read()
+                    self.read(answer)
         except Exception as error:
             self.error = error
             self.begun.set()
+
+    def read(self, answer: http.client.HTTPResponse) -> None:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                self.lines.append(json.loads(line[6:]))
+                self.begun.set()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +191,8 @@ def train(model, policies: list[dict], run: str, server: Server, receiver: Proce
     import deltarefit
 
     running = RunningRequest(server, 400)
-    with deltarefit.Publisher(model, run=run) as publisher:
+    settings = deltarefit.PublisherSettings(join_timeout_s=120.0)
+    with deltarefit.Publisher(model, run=run, settings=settings) as publisher:
         model.load_state_dict(policies[1])
         receiver.require_alive()
         reports = [publisher.refit()]
