@@ -1,4 +1,4 @@
-"""``python -m deltarefit.testing.simulation [--seeds N] [--first N] [--jobs N] [--mutant NAME]``: many runs, in several processes."""
+"""``python -m deltarefit.testing.simulation [--seeds N] [--first N] [--jobs N] [--mutant NAME]``: runs many seeds."""
 
 from __future__ import annotations
 

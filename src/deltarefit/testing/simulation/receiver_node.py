@@ -292,8 +292,8 @@ class ReceiverNode(Node):
                 reception.write_failed(name, str(error))
             finally:
                 self._is_writing = False
-                self._progress.resolve()
-                self._progress = Future()
+                progress, self._progress = self._progress, Future()
+                progress.resolve()
             self.effect("written")
 
     def _may_write(self, reception: Reception) -> bool:
