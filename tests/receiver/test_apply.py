@@ -179,6 +179,16 @@ def test_parts_of_a_failed_attempt_do_not_complete_the_next_one():
     refit.check()
 
 
+def test_parts_of_a_failed_attempt_do_not_hold_up_an_attempt_without_changes():
+    refit = Refit("rows normalised")
+    (item,) = refit.items()
+    values = kernels.decode_values(item)
+    half = kernels.code_records(DeltaRecords(item.spec, np.arange(12), values[:12], None), Encoding.OVERWRITE)
+    refit.receiver.apply(refit.with_items([half]))
+    refit.receiver.prepare(refit.plan)
+    refit.receiver.synchronize()
+
+
 def test_a_copy_that_is_complete_carries_later_changes_through_whole_loads():
     refit = Refit("A_log composed")
     dense = dataclasses.replace(refit.plan, dense=frozenset({"w"}))

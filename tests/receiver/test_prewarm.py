@@ -285,6 +285,21 @@ def test_a_loader_that_collects_everything_first_is_learned_too():
     assert [report.routes[name].kind for name in "abc"] == ["pieces", "scratch", "pieces"]
 
 
+def test_padding_is_told_apart_in_a_loader_that_collects_everything_first():
+    def padded(model, w):
+        model.a.data.zero_()
+        model.a.data[:3].copy_(w)
+
+    class Collecting(ToyModel):
+        def load_weights(self, weights):
+            super().load_weights(list(weights))
+
+    specs = {"a": (BF16, (3, 2)), "b": (BF16, (5,))}
+    model = Collecting({"a": (BF16, (4, 2)), "b": (BF16, (5,))}, {"a": padded, **copying("b")})
+    report = RankReceiver(model, model.load_weights).prewarm(catalog_of(**specs))
+    assert [report.routes[name].kind for name in "ab"] == ["pieces", "pieces"]
+
+
 def test_prewarm_works_for_a_model_made_in_inference_mode():
     case = LOADERS["widened by a temporary"]()
     with torch.inference_mode():

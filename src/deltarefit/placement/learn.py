@@ -73,7 +73,7 @@ def _survey(load_weights: LoadWeights, storages: StorageMap, catalog: Catalog, l
     total: Run | None = None
     while specs and len(learned.refused) < _MAX_REFUSALS:
         run = run_loader(load_weights, storages, specs)
-        if run.is_collecting and len(specs) > 1 and (run.failure is not None or _has_temporaries(run)):
+        if run.is_collecting and len(specs) > 1 and (run.failure is not None or _has_ownerless(run)):
             return _one_by_one(load_weights, storages, catalog, learned, run)
         total = run if total is None else _joined(total, run)
         if run.failure is None:
@@ -84,8 +84,9 @@ def _survey(load_weights: LoadWeights, storages: StorageMap, catalog: Catalog, l
     return total if total is not None else run_loader(load_weights, storages, ())
 
 
-def _has_temporaries(run: Run) -> bool:
-    return any(write.source is None and write.kind is WriteKind.COPY for write in run.writes)
+def _has_ownerless(run: Run) -> bool:
+    """Whether some writes do not say by their source which tensor they belong to."""
+    return any(write.source is None for write in run.writes)
 
 
 def _one_by_one(load_weights: LoadWeights, storages: StorageMap, catalog: Catalog, learned: LearnedLoader, whole: Run) -> Run:

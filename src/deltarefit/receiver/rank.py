@@ -90,7 +90,7 @@ class RankReceiver:
             if route.is_dense and name not in plan.dense:
                 raise RejectedError(f"prepare: every element of tensor {name} must be sent each time: {route.reason}")
         self._plan = plan
-        self._attempt = ""
+        self._begin("", known)
 
     def apply(self, payload: Payload) -> int:
         """Apply a payload's items in order. All items are checked before the first is applied.
@@ -120,9 +120,7 @@ class RankReceiver:
         if known.fence.first_moved() is not None:
             raise self._moved_error(known)
         if payload.header.attempt != self._attempt:
-            self._attempt = str(payload.header.attempt)
-            for copy in known.kept.values():
-                copy.begin()
+            self._begin(str(payload.header.attempt), known)
         return sum(self._apply_item(item, known) for item in payload.items)
 
     def synchronize(self) -> None:
@@ -172,6 +170,16 @@ class RankReceiver:
         """Storages of which bytes that no canonical tensor reaches have changed since prewarm, by their first tensor's name."""
         known = self._known()
         return tuple(name for name, digest in known.residue().items() if digest != known.residue_at_start[name])
+
+    def _begin(self, attempt: str, known: Prewarmed) -> None:
+        """Parts of tensors that an earlier attempt left waiting count no longer."""
+        self._attempt = attempt
+        for copy in known.kept.values():
+            copy.begin()
+
+    def stale(self) -> str:
+        """What has changed since prewarm so that it must be run again, in words; empty if nothing has, or before any."""
+        return "" if self._prewarmed is None else self._stale(self._prewarmed)
 
     def _known(self) -> Prewarmed:
         if self._prewarmed is None:
