@@ -23,6 +23,11 @@ def engine_or_fallback(wanted: str) -> tuple[str, str]:
     Raises:
         RejectedError: the wanted engine is not installed.
     """
+    if missing := [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]:
+        raise RejectedError(
+            f"the demo trains a transformers model with torch, and {', '.join(missing)} cannot be imported here; run `make demo` in "
+            "a checkout, or install deltarefit[transformers,cli]"
+        )
     has_vllm = importlib.util.find_spec("vllm") is not None
     if wanted == "auto":
         if has_vllm:

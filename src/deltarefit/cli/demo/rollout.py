@@ -15,18 +15,10 @@ import msgspec
 import deltarefit
 from deltarefit.cli.demo import wire
 from deltarefit.cli.demo.engines import open_engine
+from deltarefit.cli.demo.options import RolloutOptions
 from deltarefit.runtime.clock import SystemClock
 
-__all__ = ["RolloutOptions", "main"]
-
-
-class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    engine: str
-    checkpoint: str
-    run: str
-    """Empty for the oracle, which joins no run."""
-    completion_tokens: int
-    threads: int
+__all__ = ["main"]
 
 
 class Engine(Protocol):

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from deltarefit.cli.demo import task, wire
+from deltarefit.cli.demo.options import RolloutOptions, TrainerOptions
 from deltarefit.cli.demo.processes import Child, start_child
-from deltarefit.cli.demo.rollout import RolloutOptions
 from deltarefit.cli.demo.state import Difference, compare, read_state
-from deltarefit.cli.demo.trainer import TrainerOptions
 from deltarefit.errors import AttemptFailedError
 from deltarefit.runtime.report import RefitReport
 

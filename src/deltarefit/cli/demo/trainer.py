@@ -15,20 +15,11 @@ import torch.distributed as dist
 
 import deltarefit
 from deltarefit.cli.demo import wire
+from deltarefit.cli.demo.options import TrainerOptions
 from deltarefit.ids import PayloadId
 from deltarefit.testing.faults import CorruptingSender
 
-__all__ = ["TrainerOptions", "main"]
-
-
-class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    checkpoint: str
-    run: str
-    rendezvous: str
-    """A file that the ranks of the process group meet at."""
-    learning_rate: float
-    engines: int
-    threads: int
+__all__ = ["main"]
 
 
 class MasterAdamW:
