@@ -7,6 +7,7 @@ Used by one thread, which is the lock that Reception asks for.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -61,6 +62,7 @@ class Application:
         clock: Clock,
         new_pace: Callable[[], Pace],
         may_act: Callable[[], bool],
+        news: threading.Event,
         settings: ReceptionSettings | None = None,
         limits: DeliveryLimits | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class Application:
         self._log = log
         self._clock = clock
         self._new_pace = new_pace
+        self._news = news
         self._may_act = may_act
         self._settings = settings
         self._limits = limits or DeliveryLimits()
@@ -150,6 +153,7 @@ class Application:
             clock=self._clock,
             pace=self._new_pace(),
             may_act=self._may_act,
+            news=self._news,
         )
         self._board.begin(request.attempt, self._progress(self._clock.monotonic_s()))
 
@@ -184,11 +188,6 @@ class Application:
             self._fail(error)
             return False
         return progressed
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when there may be something to do for ``pump``, or after so long."""
-        if self._delivery is not None:
-            self._delivery.wait(timeout_s)
 
     def is_finished(self, body: messages.Flush) -> bool:
         """Whether everything that the owners sent is applied. Raises what ``has_arrived`` raises."""

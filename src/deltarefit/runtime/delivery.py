@@ -53,7 +53,9 @@ class AttemptDelivery:
         clock: Clock,
         pace: Pace,
         may_act: Callable[[], bool],
+        news: threading.Event,
     ) -> None:
+        """Begin; ``news`` is set whenever there is something for ``pump`` to do."""
         self.written_elements = 0
         self.applied: list[int] = []
         """Length of each payload that was applied."""
@@ -65,10 +67,7 @@ class AttemptDelivery:
         self._log = log
         self._clock = clock
         self._may_act = may_act
-        self._news = threading.Event()
-        self._staging = Staging(
-            self._decode, num_threads=limits.decode_threads, directory=limits.spill_directory, news=self._news
-        )
+        self._staging = Staging(self._decode, num_threads=limits.decode_threads, directory=limits.spill_directory, news=news)
         self._waiting: list[Brought] = []
         """Without a place so far."""
         self._queued: list[PayloadId] = []
@@ -79,7 +78,7 @@ class AttemptDelivery:
             feed,
             clock=clock,
             pace=pace,
-            news=self._news,
+            news=news,
             max_held_nbytes=limits.ahead_nbytes,
             num_threads=limits.fetch_threads,
         )
@@ -91,7 +90,6 @@ class AttemptDelivery:
             RefitError: the attempt failed here.
         """
         deadline = Deadline(self._clock, budget_s)
-        self._news.clear()
         progressed = self._take_in()
         self._decode_ahead()
         while self._apply_next():
@@ -100,10 +98,6 @@ class AttemptDelivery:
             if deadline.expired:
                 break
         return progressed
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when something arrived or was decoded since the last ``pump`` began, or after so long."""
-        self._news.wait(timeout_s)
 
     def unseen(self, expected: dict[int, int]) -> tuple[list[PayloadId], float]:
         """Of so many payloads per owner, those that no look has shown, and for how many seconds nothing new was seen."""

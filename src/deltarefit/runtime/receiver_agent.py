@@ -20,6 +20,7 @@ from deltarefit.runtime.clock import Clock, Deadline, IdSource, Pace, RandomIds,
 from deltarefit.runtime.engine import EngineDriver, LocalEngine
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.gate import LocalGate, RequestGate
+from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.runtime.messages import RunNotice, decode_message, encode_message
 from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.observers import Observers
@@ -28,7 +29,7 @@ from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
 from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.runtime.sharing import busy_pace, delivery_limits, receiver_feeds, reception_settings
+from deltarefit.runtime.sharing import busy_pace, delivery_limits, idle_pace, receiver_feeds, reception_settings
 from deltarefit.transport import Mailbox, keys, open_run, read_beacon
 
 __all__ = ["Receiver"]
@@ -81,7 +82,14 @@ class Receiver:
         self._presence = Presence(self._store, self.name, engine.name, nonce=nonce, lease=lease, clock=self._clock, ids=ids)
         self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
         self._presence.note(node=self._feeds.node)
-        self._mail_pace = busy_pace(self._store, self._clock)
+        self._news = threading.Event()
+        self._mailroom = MailRoom(
+            self._mailbox,
+            self._clock,
+            busy=busy_pace(self._store, self._clock),
+            idle=idle_pace(self._store, self._clock),
+            news=self._news,
+        )
         self._application = Application(
             self.name,
             engine=engine,
@@ -91,6 +99,7 @@ class Receiver:
             clock=self._clock,
             new_pace=lambda: busy_pace(self._store, self._clock),
             may_act=lambda: self._presence.may_act,
+            news=self._news,
             settings=reception_settings(self.settings),
             limits=delivery_limits(self.settings),
         )
@@ -99,7 +108,7 @@ class Receiver:
             engine=engine,
             application=self._application,
             presence=self._presence,
-            mailbox=self._mailbox,
+            mailbox=self._mailroom,
             store=self._store,
             log=self._log,
             request_timeout_s=self.settings.request_timeout_s,
@@ -206,7 +215,9 @@ class Receiver:
         self._stopping.set()
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._news.set()
             thread.join(_CLOSE_S)
+        self._mailroom.close()
         self._presence.close()
         self._application.close()
         self._feeds.close()
@@ -224,6 +235,7 @@ class Receiver:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._mailroom.start()
         while not self._stopping.is_set():
             try:
                 self.step(self.settings.poll_s)
@@ -240,15 +252,15 @@ class Receiver:
         if not self._is_joined and not self._join():
             self._clock.sleep(timeout_s)
             return
-        is_busy = self._application.is_receiving
-        mails = self._mailbox.take(0.0 if is_busy else timeout_s) if not is_busy or self._mail_pace.is_due else []
+        self._news.clear()
+        is_busy = self._mailroom.is_busy = self._application.attempt is not None
+        mails = self._mailroom.take(0.0 if is_busy else timeout_s)
         self._keep_lease()  # the wait may have been longer than it was meant to be
         for mail in mails:
-            self._mail_pace.reset()
             self._desk.receive(mail)
         progressed = self._application.pump(_PUMP_S)
-        if is_busy and not mails and not progressed:
-            self._application.wait(min(timeout_s, self._mail_pace.remaining_s))
+        if not mails and not progressed and (is_busy or self._mailroom.is_running):
+            self._news.wait(timeout_s)
         self._desk.report_failure()
         self._desk.answer_held()
         self.observers.metrics.version(self.policy_version)

@@ -15,10 +15,11 @@ from deltarefit.runtime import messages
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.engine import EngineDriver
 from deltarefit.runtime.events import EventLog
+from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.runtime.messages import Call, Failure, Reply, decode_message, encode_message
 from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.trace_clock import ClockReading, boot_id
-from deltarefit.transport import Mail, Mailbox, RunStore, keys
+from deltarefit.transport import Mail, RunStore, keys
 
 __all__ = ["MAX_PLAN_NBYTES", "ReceiverDesk"]
 
@@ -36,7 +37,7 @@ class ReceiverDesk:
         engine: EngineDriver,
         application: Application,
         presence: Presence,
-        mailbox: Mailbox,
+        mailbox: MailRoom,
         store: RunStore,
         log: EventLog,
         request_timeout_s: float,

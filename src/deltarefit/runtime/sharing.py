@@ -39,6 +39,7 @@ __all__ = [
     "ReceiverFeeds",
     "busy_pace",
     "delivery_limits",
+    "idle_pace",
     "open_node_share",
     "receiver_feeds",
     "reception_settings",
@@ -209,3 +210,9 @@ def busy_pace(store: RunStore, clock: Clock) -> Pace:
     """How often to look into the store while an attempt is under way: five times as often as between attempts."""
     polling = MailboxSettings.for_store(store)
     return Pace(clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s / 5)
+
+
+def idle_pace(store: RunStore, clock: Clock) -> Pace:
+    """How often to look for mail between attempts: soon after some came, ever more rarely without."""
+    polling = MailboxSettings.for_store(store)
+    return Pace(clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s)
