@@ -30,6 +30,7 @@ from deltarefit.protocol import (
     PrepareAttempt,
     Reception,
     ReceptionSettings,
+    Resident,
 )
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, Pace
@@ -277,6 +278,12 @@ class Application:
         self._closed_s = None
         self._must_shut = True
         self.keep_shut()
+
+    def forget_weights(self) -> None:
+        """Serve nothing: what the engine holds is not known any more, and no attempt goes on."""
+        self.reception = Reception(self._receiver, resident=Resident(is_gate_closed=True), settings=self._settings)
+        self._must_drop = True
+        self.shut()
 
     def keep_shut(self) -> None:
         """If the engine could not be stopped when the gate was shut, try again."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from deltarefit.canonical import Catalog
 from deltarefit.payload import Limits, Payload, decode
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver
+from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver, ReceiverSettings
 from deltarefit.runtime.gate import LocalGate, RequestGate
 
 __all__ = ["DecodingEngine", "EngineDriver", "LocalEngine"]
@@ -45,6 +45,9 @@ class EngineDriver(Protocol):
 
     def drift(self) -> Sequence[tuple[str, ...]]:
         """Per rank, storages whose bytes outside all canonical tensors have changed since prewarm."""
+
+    def stale(self) -> str:
+        """What has changed on any rank since prewarm so that it must be run again, in words; empty if nothing has."""
 
     def drop_caches(self) -> None:
         """Forget everything computed from older weights (prefix and KV caches). A refusal is an error."""
@@ -91,8 +94,9 @@ class LocalEngine:
         on_refit: Callable[[int], None] | None = None,
         key: bytes | None = None,
         limits: Limits | None = None,
+        settings: ReceiverSettings | None = None,
     ) -> None:
-        self._rank = RankReceiver(model, load_weights)
+        self._rank = RankReceiver(model, load_weights, settings=settings)
         self._gate = request_gate if request_gate is not None else LocalGate()
         self._on_refit = on_refit
         self._key = key
@@ -128,6 +132,9 @@ class LocalEngine:
 
     def drift(self) -> Sequence[tuple[str, ...]]:
         return (self._rank.drift(),)
+
+    def stale(self) -> str:
+        return self._rank.stale()
 
     def drop_caches(self) -> None:
         """A bare module has no caches; its owner clears what it keeps in ``on_refit``."""

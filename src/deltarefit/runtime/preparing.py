@@ -117,6 +117,7 @@ class Preparation:
             )
 
         answers = session.caller.ask(bound.required.values(), body, session.settings.reply_timeout_s)
+        self._distrust_failures(bound.required, answers)
         for receiver, answer in sorted(answers.items()):
             expect(answer, messages.Done, receiver)
 
@@ -134,10 +135,17 @@ class Preparation:
             if member.identity not in session.doubtful or (session.is_audit_due and not is_retry)
         ]
         answers = session.caller.ask(asked, messages.Survey(), session.settings.reply_timeout_s)
+        self._distrust_failures({member.receiver: member for member in asked}, answers)
         for member in asked:
             shown = expect(answers[member.receiver], messages.Surveyed, member.receiver)
             self._judge(member, shown.digests, is_start=session.is_first and not is_retry)
         return frozenset().union(*(session.doubtful[member.identity] for member in required.values()))
+
+    def _distrust_failures(self, asked: Mapping[ReceiverId, Member], answers: Mapping[ReceiverId, Answer]) -> None:
+        """A receiver that could not answer may have lost what it held: the next attempt asks it again."""
+        for receiver, answer in answers.items():
+            if isinstance(answer, RefitError):
+                self._session.distrust(asked[receiver].identity)
 
     def _judge(self, member: Member, digests: Mapping[str, str | None], *, is_start: bool) -> None:
         """Note what is doubtful about a receiver's resident bits.

@@ -14,6 +14,7 @@ from deltarefit.canonical import Catalog, digest_of_digests
 from deltarefit.errors import DeadlineError, RefitError, RejectedError
 from deltarefit.ids import ReceiverId, receiver_id
 from deltarefit.protocol import ControlState
+from deltarefit.receiver import ReceiverSettings
 from deltarefit.runtime.adapters import engine_integration
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, Pace, RandomIds, SystemClock
@@ -73,6 +74,7 @@ class Receiver:
         self.observers = Observers(self.settings, self._log.where, self._clock)
         self.observers.watch(self._log)
         self._failure: RefitError | None = None
+        self._has_new_places = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         stale = self._mailbox.take(0.0)  # left by an earlier start of this receiver
@@ -112,6 +114,7 @@ class Receiver:
             store=self._store,
             log=self._log,
             request_timeout_s=self.settings.request_timeout_s,
+            prewarm_anew=self._prewarm_anew,
         )
         self._shut_if_left_behind()
 
@@ -127,6 +130,7 @@ class Receiver:
         on_refit: Callable[[int], None] | None = None,
         key: bytes | None = None,
         settings: ReceiverAgentSettings | None = None,
+        rank_settings: ReceiverSettings | None = None,
         start: bool = True,
     ) -> Receiver:
         """Join a run with an engine.
@@ -134,13 +138,15 @@ class Receiver:
         Args:
             target: a rollout engine that an integration knows (vLLM's ``LLM``), or any torch module with ``load_weights``.
             load_weights: the module's own loader: takes (checkpoint name, tensor) pairs and writes them into the module, in
-                place, with torch copies. See ``deltarefit.receiver`` for the contract.
+                place, with torch copies. See ``docs/loader-contract.md`` for the contract.
             run: the trainer's ``run``.
             name: the receiver's name in reports and commands; default: a fresh one.
             request_gate: how to keep requests out during a refit; default: ``serving()`` of this object.
             on_refit: for torch modules: called with the committed version before requests are admitted again, to drop caches.
             key: the run's secret, if the trainer has one.
             settings: how.
+            rank_settings: for torch modules: how weights are learned and written (parameters that the checkpoint lacks, the
+                check after each write, what else decides the layout).
             start: run in a background thread; otherwise call ``step`` yourself.
 
         Raises:
@@ -149,7 +155,9 @@ class Receiver:
         gate = request_gate or LocalGate()
         settings = settings or ReceiverAgentSettings()
         if load_weights is not None:
-            engine: EngineDriver = LocalEngine(target, load_weights, request_gate=gate, on_refit=on_refit, key=key)
+            engine: EngineDriver = LocalEngine(
+                target, load_weights, request_gate=gate, on_refit=on_refit, key=key, settings=rank_settings
+            )
         else:
             engine = engine_integration(target).engine_driver(target, request_gate=gate, key=key)
         receiver = cls(engine, run=run, name=name, request_gate=gate, settings=settings)
@@ -258,6 +266,7 @@ class Receiver:
         self._keep_lease()  # the wait may have been longer than it was meant to be
         for mail in mails:
             self._desk.receive(mail)
+        self._look_at_new_places()
         progressed = self._application.pump(_PUMP_S)
         if not mails and not progressed and (is_busy or self._mailroom.is_running):
             self._news.wait(timeout_s)
@@ -298,19 +307,45 @@ class Receiver:
         try:
             self._check_lease(notice)
             catalog = Catalog.from_wire(self._store.get(keys.plan(notice.catalog_digest), max_nbytes=MAX_PLAN_NBYTES))
-            summary = encode_message(summarise(self._engine.prewarm(catalog), catalog))
+            digest = self._prewarm(catalog)
         except RejectedError as error:
-            self._failure = error
-            self._presence.show(refusal=str(error))
-            _LOG.error("receiver %s cannot take part: %s", self.name, error)
+            self._refuse(error)
             return False
-        digest = hashlib.blake2b(summary, digest_size=16).hexdigest()
-        self._store.put_if_absent(keys.plan(digest), summary)
         self._desk.catalog = catalog
         self._desk.epoch = notice.epoch
         self._prove_place()
         self._presence.show(catalog_digest=catalog.digest, summary_digest=digest)
         return True
+
+    def _prewarm(self, catalog: Catalog) -> str:
+        """Learn where the engine keeps what; the digest of the summary, which is then in the store."""
+        summary = encode_message(summarise(self._engine.prewarm(catalog), catalog))
+        digest = hashlib.blake2b(summary, digest_size=16).hexdigest()
+        self._store.put_if_absent(keys.plan(digest), summary)
+        return digest
+
+    def _refuse(self, error: RejectedError) -> None:
+        self._failure = error
+        self._presence.show(refusal=str(error), summary_digest="")
+        _LOG.error("receiver %s cannot take part: %s", self.name, error)
+
+    def _prewarm_anew(self, catalog: Catalog) -> None:
+        """The engine moved its weights or laid them out anew. What lies in the new places is unknown until it is looked at."""
+        self._application.forget_weights()
+        self._presence.note(is_serving=False, policy_version=None, activity="prewarming again")
+        try:
+            digest = self._prewarm(catalog)
+        except RejectedError as error:
+            self._refuse(error)
+            raise
+        self._presence.show(summary_digest=digest)
+        self._has_new_places = True
+
+    def _look_at_new_places(self) -> None:
+        """If they happen to hold the committed bits, this engine may go on serving at once."""
+        if self._has_new_places:
+            self._has_new_places = False
+            self._prove_place()
 
     def _check_lease(self, notice: RunNotice) -> None:
         if self.settings.lease_s > notice.lease_s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import AttemptFailedError, LoaderContractError, PayloadMissingError, RefitError, RejectedError
@@ -41,6 +41,7 @@ class ReceiverDesk:
         store: RunStore,
         log: EventLog,
         request_timeout_s: float,
+        prewarm_anew: Callable[[Catalog], None],
     ) -> None:
         self.catalog: Catalog | None = None
         """The one that was prewarmed for."""
@@ -48,6 +49,7 @@ class ReceiverDesk:
         """Of the newest coordinator that was heard of; older ones are ignored."""
         self._name = name
         self._engine = engine
+        self._prewarm_anew = prewarm_anew
         self._application = application
         self._presence = presence
         self._mailbox = mailbox
@@ -129,8 +131,25 @@ class ReceiverDesk:
     def _outcome(self, call: Call) -> messages.ReplyBody:
         try:
             return self._handle(call.body)
+        except (RejectedError, LoaderContractError) as error:
+            return self._failure(call, self._prewarmed_anew(error) or error)
         except Exception as error:
             return self._failure(call, error)
+
+    def _prewarmed_anew(self, error: RefitError) -> RefitError | None:
+        """If a call failed because the engine moved its weights or laid them out anew: learn the layout again, and say so.
+
+        What lies in the new places is unknown: the coordinator asks before it takes this receiver at its word again.
+        """
+        try:
+            stale = self._engine.stale() if self.catalog is not None else ""
+            if not stale or self.catalog is None:
+                return None
+            _LOG.warning("receiver %s: %s changed since prewarm (%s); prewarming again", self._name, stale, error)
+            self._prewarm_anew(self.catalog)
+        except RefitError as again:
+            return again
+        return AttemptFailedError(f"{stale} changed since prewarm; this receiver has prewarmed again")
 
     def _failure(self, call: Call, error: Exception) -> Failure:
         if not isinstance(error, RefitError):

@@ -116,6 +116,11 @@ class VllmEngine:
         drifted: Sequence[tuple[str, ...]] = self._operate("drift")
         return drifted
 
+    def stale(self) -> str:
+        """What has changed on any rank since prewarm so that it must be run again, in words; empty if nothing has."""
+        shown = [f"rank {rank}: {what}" for rank, what in enumerate(self._operate("stale")) if what]
+        return "; ".join(shown[:3])
+
     def drop_caches(self) -> None:
         """Forget keys, values and encoder outputs of older weights.
 

@@ -37,6 +37,7 @@ RESULTS: Mapping[str, Any] = {
     "synchronize": None,
     "digests": dict[str, RankDigest],
     "drift": tuple[str, ...],
+    "stale": str,
     "raw_state": dict[str, RawTensor],
 }
 """Operation to the type of its result."""
@@ -67,6 +68,7 @@ class RankOperations:
             "synchronize": lambda _: self._receiver.synchronize(),
             "digests": lambda _: self._receiver.digests(),
             "drift": lambda _: self._receiver.drift(),
+            "stale": lambda _: self._receiver.stale(),
             "raw_state": lambda _: self._raw_state(),
         }
 
