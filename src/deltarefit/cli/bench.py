@@ -33,22 +33,31 @@ def _cell(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def _bench_command(name: str, summary: str) -> click.Command:
+def _bench_command(name: str, summary: str, module: str) -> click.Command:
     @click.command(name, help=summary)
     @json_option
     @guarded
     def command(*, as_json: bool) -> None:
-        result = importlib.import_module(f"deltarefit.testing.bench_{name}").run()
+        result = importlib.import_module(f"deltarefit.testing.{module}").run()
         emit(result, as_json=as_json, human=lambda: _show(result))
 
     return command
 
 
-_BENCHES: Sequence[tuple[str, str]] = (
-    ("codec", "Payload bytes: the paper's codec table, and our layout against the paper's and against the entropy floor."),
-    ("kernels", "Seconds of scan, owner side, receiver side, digest: against memcpy and against reading the input."),
-    ("apply", "Compiled apply against the scratch-and-loader path, and its cost as the model grows."),
+_BENCHES: Sequence[tuple[str, str, str]] = (
+    (
+        "codec",
+        "Payload bytes: the paper's codec table, and our layout against the paper's and against the entropy floor.",
+        "bench_codec",
+    ),
+    (
+        "kernels",
+        "Seconds of scan, owner side, receiver side, digest: against memcpy and against reading the input.",
+        "bench_kernels",
+    ),
+    ("apply", "Compiled apply against the scratch-and-loader path, and its cost as the model grows.", "bench_apply"),
+    ("peers", "The same refit by vLLM's own sparse weight patches: which parameters each leaves wrong.", "bench_vllm_sparse"),
 )
-for _name, _summary in _BENCHES:
-    bench.add_command(_bench_command(_name, _summary))
+for _name, _summary, _module in _BENCHES:
+    bench.add_command(_bench_command(_name, _summary, _module))
 bench.add_command(refit)
