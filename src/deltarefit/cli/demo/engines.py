@@ -25,8 +25,8 @@ def engine_or_fallback(wanted: str) -> tuple[str, str]:
     """
     if missing := [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]:
         raise RejectedError(
-            f"the demo trains a transformers model with torch, and {', '.join(missing)} cannot be imported here; run `make demo` in "
-            "a checkout, or install deltarefit[transformers,cli]"
+            f"the demo trains a transformers model with torch, and {', '.join(missing)} cannot be imported here; run "
+            "`make demo` in a checkout, or install deltarefit[transformers,cli]"
         )
     has_vllm = importlib.util.find_spec("vllm") is not None
     if wanted == "auto":
@@ -59,8 +59,11 @@ class TorchRollout:
         self._completion_tokens = completion_tokens
         self.note = "a transformers model behind a fusing loader"
 
-    def attach(self, name: str, run: str) -> deltarefit.Receiver:
-        return deltarefit.Receiver.attach(self._engine.model, load_weights=self._engine.load_weights, run=run, name=name)
+    def attach(self, name: str, run: str, lease_s: float) -> deltarefit.Receiver:
+        settings = deltarefit.ReceiverAgentSettings(lease_s=lease_s)
+        return deltarefit.Receiver.attach(
+            self._engine.model, load_weights=self._engine.load_weights, run=run, name=name, settings=settings
+        )
 
     def complete(self, prompts: Sequence[Sequence[int]], *, count: int, seed: int | None) -> Completions:
         return self._engine.complete(prompts, count=count, max_tokens=self._completion_tokens, seed=seed)
@@ -94,8 +97,9 @@ class VllmRollout:
         )
         self.note = f"vLLM {vllm.__version__}, on the CPU, backend deltarefit"
 
-    def attach(self, name: str, run: str) -> deltarefit.Receiver:
-        return deltarefit.Receiver.attach(self._llm, run=run, name=name)
+    def attach(self, name: str, run: str, lease_s: float) -> deltarefit.Receiver:
+        settings = deltarefit.ReceiverAgentSettings(lease_s=lease_s)
+        return deltarefit.Receiver.attach(self._llm, run=run, name=name, settings=settings)
 
     def complete(self, prompts: Sequence[Sequence[int]], *, count: int, seed: int | None) -> Completions:
         sampling = self._vllm.SamplingParams(
