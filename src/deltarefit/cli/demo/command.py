@@ -37,19 +37,23 @@ _STAGES = ("scan", "encode", "send", "fetch", "apply", "verify", "commit")
     default=None,
     help="Where to work, and keep everything afterwards; default: a temporary directory that is removed.",
 )
+@click.option("--kill", is_flag=True, help="Kill one engine with SIGKILL in the middle of every other refit, and restart it.")
 @json_option
 @guarded
-def demo(*, engine: str, steps: int, learning_rate: float, directory: Path | None, as_json: bool) -> None:
+def demo(*, engine: str, steps: int, learning_rate: float, directory: Path | None, kill: bool, as_json: bool) -> None:
     """Train a tiny model with RL and refit real rollout engines after each step, checking every bit.
 
     Two trainer ranks (torch.distributed) hold a tiny Qwen3-MoE. Two rollout engines generate completions, which are rewarded
     and trained on; after each optimizer step only the changed bits travel. Every engine is then compared, byte for byte, with a
-    fresh load of the same weights. Once, a payload is damaged in transit, and the refit recovers.
+    fresh load of the same weights. Once, a payload is damaged in transit, and the refit recovers. With --kill an engine dies in
+    every other refit: that refit goes on with the others, and the restarted engine gets what it lacks in the next one.
     """
     chosen, note = engine_or_fallback(engine)
     home = directory if directory is not None else Path(tempfile.mkdtemp(prefix="deltarefit-demo-"))
     home.mkdir(parents=True, exist_ok=True)
-    options = DemoOptions(engine=chosen, steps=steps, learning_rate=learning_rate, directory=home, corrupt_step=min(3, steps))
+    options = DemoOptions(
+        engine=chosen, steps=steps, learning_rate=learning_rate, directory=home, corrupt_step=min(3, steps), kill=kill
+    )
     if note:
         click.echo(note, err=True)
     try:
@@ -75,14 +79,15 @@ def _show(result: DemoResult) -> None:
         "total s",
         "attempts",
         "bit-equal",
+        *(["killed", "rejoined"] if result.kills else []),
     ]
     click.echo()
-    print_table(columns, [_row(refit) for refit in result.refits])
+    print_table(columns, [_row(refit, shows_kills=bool(result.kills)) for refit in result.refits])
     click.echo()
     click.echo(_conclusion(result))
 
 
-def _row(refit: Refit) -> list[object]:
+def _row(refit: Refit, *, shows_kills: bool) -> list[object]:
     smaller = refit.checkpoint_nbytes / refit.payload_nbytes if refit.payload_nbytes else float("inf")
     return [
         refit.policy_version,
@@ -94,6 +99,7 @@ def _row(refit: Refit) -> list[object]:
         f"{refit.refit_s:.2f}",
         refit.attempts,
         "yes" if refit.bit_equal else "NO",
+        *([refit.killed or "-", ", ".join(refit.rejoined) or "-"] if shows_kills else []),
     ]
 
 
@@ -105,6 +111,8 @@ def _conclusion(result: DemoResult) -> str:
         return f"FAILED: refits {wrong} did not leave the bits of a full reload."
     repaired = [refit.policy_version for refit in result.refits if refit.payload_damaged]
     recovery = f"; refit {repaired[0]}, whose payload was damaged in transit, was repaired by overwrites" if repaired else ""
+    if result.kills:
+        recovery += f"; {result.kills} engines were killed in the middle of a refit, and {result.rejoins} came back"
     return (
         f"All {count} refits left every engine with exactly the bits of a full reload ({first.compared_tensors} parameters and "
         f"buffers compared per engine), and generating as a freshly loaded one does{recovery}."

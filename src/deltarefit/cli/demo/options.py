@@ -13,8 +13,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rendezvous: str
     """A file that the ranks of the process group meet at."""
     learning_rate: float
-    engines: int
+    min_receivers: int
     threads: int
+    lease_s: float
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,3 +25,4 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Empty for the oracle, which joins no run."""
     completion_tokens: int
     threads: int
+    lease_s: float

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from deltarefit.cli.demo.wire import Link
-from deltarefit.errors import AttemptFailedError
+from deltarefit.errors import AttemptFailedError, DeadlineError
 
 __all__ = ["Child", "start_child"]
 
@@ -63,8 +63,22 @@ class Child:
         tail = self.log.read_text(errors="replace")[-1500:]
         return f"{self.role} ended with exit code {self.process.poll()}; the end of {self.log}:\n{tail}"
 
-    def wait(self) -> None:
-        self.process.wait(_EXIT_TIMEOUT_S)
+    def wait(self) -> int:
+        """Wait until the process has ended; its exit status, negative if a signal ended it.
+
+        Raises:
+            DeadlineError: it did not end.
+        """
+        try:
+            return self.process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(f"{self.role} has not ended after {_EXIT_TIMEOUT_S:.0f} s; see {self.log}") from error
+
+    def close(self) -> None:
+        """Close the link to a process that has ended."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +99,7 @@ def start_child(role: str, module: str, arguments: Sequence[str], environment: M
     """Start ``python -m deltarefit.cli.demo.<module>`` with its output in a log file."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{role}.log"
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", f"deltarefit.cli.demo.{module}", *arguments],
             env={**os.environ, **_ENVIRONMENT, **environment},

@@ -6,6 +6,8 @@ receiver: it loads every candidate afresh and shows what a full reload leaves.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +19,11 @@ from deltarefit.cli.demo import wire
 from deltarefit.cli.demo.engines import open_engine
 from deltarefit.cli.demo.options import RolloutOptions
 from deltarefit.runtime.clock import SystemClock
+from deltarefit.runtime.events import StageEvent
 
 __all__ = ["main"]
+
+_JOIN_S = 240.0
 
 
 class Engine(Protocol):
@@ -26,7 +31,7 @@ class Engine(Protocol):
 
     note: str
 
-    def attach(self, name: str, run: str) -> deltarefit.Receiver: ...
+    def attach(self, name: str, run: str, lease_s: float) -> deltarefit.Receiver: ...
 
     def complete(
         self, prompts: list[list[int]], *, count: int, seed: int | None
@@ -46,7 +51,10 @@ class Rollout:
         self._options = options
         self._clock = SystemClock()
         self._engine: Any = open_engine(options.engine, options.checkpoint, options.completion_tokens)
-        self._receiver = self._engine.attach(name, options.run) if options.run else None
+        self._receiver = self._engine.attach(name, options.run, options.lease_s) if options.run else None
+        self._is_doomed = False
+        if self._receiver is not None:
+            self._receiver.subscribe(self._hear)
 
     @property
     def note(self) -> str:
@@ -57,7 +65,19 @@ class Rollout:
             return self._generate(message)
         if isinstance(message, wire.Inspect):
             return self._inspect(message)
+        if isinstance(message, wire.DieInRefit):
+            self._is_doomed = True
+            return wire.Armed()
+        if isinstance(message, wire.AwaitJoined):
+            if self._receiver is not None:
+                self._receiver.wait_joined(_JOIN_S)
+            return wire.Joined()
         return wire.Stopped()
+
+    def _hear(self, event: StageEvent) -> None:
+        """A stage of a refit ended here. If this engine is to die in the middle of one, the time has come."""
+        if self._is_doomed and event.stage == "apply":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _generate(self, order: wire.Generate) -> wire.Generated:
         receiver = self._receiver

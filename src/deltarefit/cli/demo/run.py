@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ ENGINES = 2
 PROMPTS = 4
 """Prompts per step over all engines."""
 _START_TIMEOUT_S = 300.0
+_LEASE_S = 10.0
+_KILL_LEASE_S = 5.0
+"""With ``--kill`` a refit waits for this long before it goes on without the dead engine."""
 _STEP_TIMEOUT_S = 240.0
 
 Say = Callable[[str], None]
@@ -42,6 +46,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     corrupt_step: int = 3
     """The refit (from 1) of which one payload is damaged in transit."""
+    kill: bool = False
+    """Kill one engine in the middle of every other refit."""
+
+    def victim(self, step: int) -> int | None:
+        """The engine that dies in this refit. None in the last one: who dies there cannot come back."""
+        return (step // 2 - 1) % ENGINES if self.kill and step % 2 == 0 and step < self.steps else None
 
 
 class Refit(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +71,12 @@ class Refit(msgspec.Struct, frozen=True, kw_only=True):
     compared_tensors: int
     compared_nbytes: int
     differing: tuple[str, ...] = ()
+    receivers: tuple[str, ...] = ()
+    """Engines that hold this version by this refit."""
+    killed: str = ""
+    """The engine that was killed with SIGKILL in the middle of it."""
+    rejoined: tuple[str, ...] = ()
+    """Engines that were restarted after a kill, and whose first refit this was."""
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +87,46 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     note: str
     recovered_attempts: int
+    kills: int
+    rejoins: int
 
 
 class _Cluster:
     """The running processes."""
 
-    def __init__(self, trainers: Sequence[Child], engines: Sequence[Child], oracle: Child) -> None:
+    def __init__(
+        self, trainers: Sequence[Child], engines: Sequence[Child], oracle: Child, restart: Callable[[str], Child]
+    ) -> None:
         self.trainers = trainers
-        self.engines = engines
+        self.engines = list(engines)
         self.oracle = oracle
+        self.returning: set[str] = set()
+        """Engines that were restarted and not refitted yet: they serve nothing."""
+        self._restart = restart
 
     @property
     def all(self) -> list[Child]:
         return [*self.trainers, *self.engines, self.oracle]
+
+    @property
+    def serving(self) -> list[Child]:
+        return [child for child in self.engines if child.role not in self.returning]
+
+    def await_returning(self) -> None:
+        """Wait until restarted engines take part in refits again."""
+        for child in self.engines:
+            if child.role in self.returning:
+                child.link.send(wire.AwaitJoined())
+                child.link.expect(wire.Joined, _START_TIMEOUT_S)
+
+    def replace(self, number: int) -> None:
+        """An engine is about to die: wait for that, and start it again from the first checkpoint."""
+        child = self.engines[number]
+        if (status := child.wait()) != -signal.SIGKILL:
+            raise AttemptFailedError(f"{child.role} was to be killed, and ended with {status}; see {child.log}")
+        child.close()
+        self.returning.add(child.role)
+        self.engines[number] = self._restart(child.role)
 
 
 def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResult:
@@ -113,6 +156,8 @@ def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResu
         engine=engine,
         note=note,
         recovered_attempts=sum(refit.attempts - 1 for refit in refits),
+        kills=sum(bool(refit.killed) for refit in refits),
+        rejoins=sum(len(refit.rejoined) for refit in refits if refit.bit_equal),
     )
 
 
@@ -133,10 +178,17 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
     listener = stack.enter_context(Listener(address, family="AF_UNIX", authkey=secret.encode(), backlog=8))
     environment = {"DELTAREFIT_DEMO_SOCKET": address, "DELTAREFIT_DEMO_SECRET": secret}
     run = (options.directory / "run").as_uri()
+    lease_s = _KILL_LEASE_S if options.kill else _LEASE_S
     trainer = TrainerOptions(
-        str(checkpoint), run, str(options.directory / "rendezvous"), options.learning_rate, ENGINES, threads=1
+        str(checkpoint),
+        run,
+        str(options.directory / "rendezvous"),
+        options.learning_rate,
+        min_receivers=1 if options.kill else ENGINES,
+        threads=1,
+        lease_s=lease_s,
     )
-    rollout = RolloutOptions(engine, str(checkpoint), run, task.COMPLETION_TOKENS, threads=1)
+    rollout = RolloutOptions(engine, str(checkpoint), run, task.COMPLETION_TOKENS, threads=1, lease_s=lease_s)
     say(
         f"starting {TRAINERS} trainer ranks (torch.distributed, gloo), {ENGINES} {engine} engines and an oracle, each a process"
     )
@@ -153,10 +205,18 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
     ]
     _greet(listener, children, say)
     by_role = {child.role: child for child in children}
+
+    def restart(role: str) -> Child:
+        say(f"  {role} was killed; starting it again")
+        child = begin(role, "rollout", role, _json(rollout))
+        _greet(listener, [child], say)
+        return child
+
     return _Cluster(
         [by_role[f"trainer-{i}"] for i in range(TRAINERS)],
         [by_role[f"engine-{i}"] for i in range(ENGINES)],
         by_role["oracle"],
+        restart,
     )
 
 
@@ -173,16 +233,20 @@ def _greet(listener: Listener, children: Sequence[Child], say: Say) -> None:
 def _one_step(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Random, say: Say) -> Refit:
     completions, mean_reward = _generate(cluster, options, step, rng)
     corrupt = step == options.corrupt_step
+    victim = options.victim(step)
     candidate = options.directory / "candidates" / str(step)
+    cluster.await_returning()
+    returned = tuple(sorted(cluster.returning))
     say(
         f"step {step}: reward {mean_reward:.3f}, training and refitting"
         + (", one payload will be damaged in transit" if corrupt else "")
+        + (f", {cluster.engines[victim].role} will be killed in the middle" if victim is not None else "")
     )
-    for child in cluster.trainers:
-        child.link.send(wire.Train(completions, corrupt, str(candidate)))
-    trained = [child.link.expect(wire.Trained, _STEP_TIMEOUT_S) for child in cluster.trainers]
+    cluster.returning.clear()
+    trained = _train(cluster, wire.Train(completions, corrupt, str(candidate)), victim)
     report = msgspec.json.decode(trained[0].report, type=RefitReport)
     damaged = sum(answer.faults_fired for answer in trained) > 0
+    expected = tuple(sorted(child.role for child in cluster.serving))
     difference, same_text = _inspect(cluster, options, step, candidate, report.policy_version, rng)
     return Refit(
         policy_version=report.policy_version,
@@ -194,21 +258,38 @@ def _one_step(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Ra
         refit_s=report.refit_s,
         attempts=report.attempts,
         payload_damaged=damaged,
-        bit_equal=difference.is_equal and same_text and damaged == corrupt,
+        bit_equal=difference.is_equal and same_text and damaged == corrupt and report.receivers == expected,
         compared_tensors=difference.tensors,
         compared_nbytes=difference.nbytes,
         differing=difference.differing,
+        receivers=report.receivers,
+        killed=cluster.engines[victim].role if victim is not None else "",
+        rejoined=tuple(role for role in returned if role in report.receivers),
     )
 
 
+def _train(cluster: _Cluster, order: wire.Train, victim: int | None) -> list[wire.Trained]:
+    """One optimizer step and one refit on all trainer ranks; an engine may have to die in it."""
+    if victim is not None:
+        link = cluster.engines[victim].link
+        link.send(wire.DieInRefit())
+        link.expect(wire.Armed, _STEP_TIMEOUT_S)
+    for child in cluster.trainers:
+        child.link.send(order)
+    if victim is not None:
+        cluster.replace(victim)
+    return [child.link.expect(wire.Trained, _STEP_TIMEOUT_S) for child in cluster.trainers]
+
+
 def _generate(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Random) -> tuple[list[wire.Completion], float]:
-    """Completions from all engines, with rewards and group advantages."""
+    """Completions from all engines that serve, with rewards and group advantages."""
     prompts = task.prompts(rng, PROMPTS, vocab_size=250)
-    shares = [prompts[i::ENGINES] for i in range(ENGINES)]
-    for child, share in zip(cluster.engines, shares, strict=True):
+    engines = cluster.serving
+    shares = [prompts[i :: len(engines)] for i in range(len(engines))]
+    for child, share in zip(engines, shares, strict=True):
         child.link.send(wire.Generate(share, task.GROUP, seed=options.seed * 1000 + step))
     completions: list[wire.Completion] = []
-    for child, share in zip(cluster.engines, shares, strict=True):
+    for child, share in zip(engines, shares, strict=True):
         answer = child.link.expect(wire.Generated, _STEP_TIMEOUT_S)
         for prompt, group in zip(share, answer.completions, strict=True):
             rewards = [task.reward(tokens) for tokens in group]
@@ -220,11 +301,11 @@ def _generate(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Ra
 def _inspect(
     cluster: _Cluster, options: DemoOptions, step: int, candidate: Path, policy_version: int, rng: random.Random
 ) -> tuple[Difference, bool]:
-    """Compare every engine with a fresh load of the candidate: raw bytes of all state, greedy tokens, log-probabilities."""
+    """Compare every serving engine with a fresh load of the candidate: bytes of all state, greedy tokens, log-probabilities."""
     prompts = task.prompts(rng, 2, vocab_size=250)
     shown: list[wire.Inspected] = []
     directories: list[Path] = []
-    inspected = [*cluster.engines, cluster.oracle]
+    inspected = [*cluster.serving, cluster.oracle]
     for child in inspected:
         directories.append(options.directory / "states" / f"{step}-{child.role}")
         child.link.send(wire.Inspect(str(candidate), str(directories[-1]), prompts))

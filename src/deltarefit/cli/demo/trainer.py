@@ -62,7 +62,7 @@ class Trainer:
         self.publisher = deltarefit.Publisher(
             self.model,
             run=options.run,
-            settings=deltarefit.PublisherSettings(min_receivers=options.engines),
+            settings=deltarefit.PublisherSettings(min_receivers=options.min_receivers, lease_s=options.lease_s),
             wrap_sender=lambda sender: CorruptingSender(sender, self._corrupt_now),
         )
 

@@ -11,8 +11,8 @@ import msgspec
 from deltarefit.errors import AttemptFailedError, DeadlineError
 
 __all__ = [
-    "Failed", "Generate", "Generated", "Hello", "Inspect", "Inspected", "Link", "Stop", "Stopped", "Train", "Trained",
-    "connect", "listen",
+    "Armed", "AwaitJoined", "DieInRefit", "Failed", "Generate", "Generated", "Hello", "Inspect", "Inspected", "Joined", "Link",
+    "Stop", "Stopped", "Train", "Trained", "connect", "listen",
 ]  # fmt: skip
 
 _MAX_NBYTES = 64 * 2**20
@@ -85,6 +85,22 @@ class Trained(_Message, frozen=True, forbid_unknown_fields=True):
     faults_fired: int
 
 
+class DieInRefit(_Message, frozen=True, forbid_unknown_fields=True):
+    """Kill yourself with SIGKILL in the middle of the next refit, when a payload has been applied."""
+
+
+class Armed(_Message, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class AwaitJoined(_Message, frozen=True, forbid_unknown_fields=True):
+    """Answer once the engine is ready for refits."""
+
+
+class Joined(_Message, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
 class Failed(_Message, frozen=True, forbid_unknown_fields=True):
     kind: str
     text: str
@@ -98,7 +114,22 @@ class Stopped(_Message, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-Any = Hello | Generate | Generated | Inspect | Inspected | Train | Trained | Failed | Stop | Stopped
+Any = (
+    Hello
+    | Generate
+    | Generated
+    | Inspect
+    | Inspected
+    | Train
+    | Trained
+    | DieInRefit
+    | Armed
+    | AwaitJoined
+    | Joined
+    | Failed
+    | Stop
+    | Stopped
+)
 
 
 class Link:
