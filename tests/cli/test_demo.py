@@ -69,7 +69,7 @@ def test_a_missing_engine_is_named_with_what_to_do(monkeypatch):
 
 def test_missing_torch_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
-    with pytest.raises(RejectedError, match=r"torch cannot be imported here: run .make demo"):
+    with pytest.raises(RejectedError, match=r"torch cannot be imported here; run `make demo`"):
         engines.engine_or_fallback("auto")
 
 
