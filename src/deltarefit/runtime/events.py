@@ -18,11 +18,12 @@ __all__ = ["STAGES", "EventLog", "StageEvent", "union_s"]
 
 _LOG = logging.getLogger(__name__)
 STAGES = (
-    "prepare", "scan", "encode", "send", "fetch", "decode", "apply", "verify", "flush", "commit", "baseline", "finish", "stop",
-    "pause",
+    "prepare", "scan", "encode", "send", "recheck", "fetch", "decode", "apply", "verify", "flush", "commit", "baseline",
+    "finish", "stop", "pause",
 )  # fmt: skip
-"""In the order in which a refit passes through them. ``stop`` only occurs after a failure; ``pause`` is the time during which a
-receiver's request gate was closed, and overlaps the others."""
+"""In the order in which a refit passes through them. ``recheck`` is an owner's proof, while payloads are on their way, that its
+candidate has not changed; ``verify`` is a receiver's that it holds it. ``stop`` only occurs after a failure. ``pause`` is the
+time during which a receiver's request gate was closed, and overlaps the others."""
 
 
 class StageEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -128,8 +128,17 @@ class OwnerWorker:
     """Executes commands; never raises: what went wrong travels in the reply, so that no other rank waits for ever."""
 
     def __init__(
-        self, owner: Owner, sender: AttemptSender, store: RunStore, events: EventLog, *, clock: Clock, key: bytes | None
+        self,
+        owner: Owner,
+        sender: AttemptSender,
+        store: RunStore,
+        events: EventLog,
+        *,
+        clock: Clock,
+        key: bytes | None,
+        count_writes: Callable[[], object] = lambda: None,
     ) -> None:
+        """``count_writes`` tells two moments apart if the framework wrote to a parameter between them, as far as it knows."""
         self._owner = owner
         self._machine = OwnerMachine(owner.owner, None)
         self._lock = threading.Lock()  # around the machine: payloads are sent from a thread of their own
@@ -139,6 +148,9 @@ class OwnerWorker:
         self._clock = clock
         self._key = key
         self._boot = boot_id()
+        self._count_writes = count_writes
+        self._writes = count_writes()
+        """How often the candidate had been written when it was last proved to be what was sent."""
         self._board = ProgressBoard(store)
         self._halt_pace = Pace(clock, first_s=_HALT_S, most_s=_HALT_S)
         self._sent: list[PayloadEntry] = []
@@ -188,6 +200,8 @@ class OwnerWorker:
 
     def _commit(self, command: CommitBaseline) -> OwnerReply:
         if self._machine.must_update(command.record):
+            if self._count_writes() != self._writes:
+                self._owner.doubt()
             with self._events.stage("baseline", command.attempt):
                 self._owner.commit()
         self._machine.updated(command.record)
@@ -209,6 +223,9 @@ class OwnerWorker:
         ):
             for job in enumerate(self._scan(attempt)):
                 pipeline.submit(job)
+            with self._events.stage("recheck", attempt.attempt):
+                self._owner.verify()
+            self._writes = self._count_writes()
             pipeline.finish()
             self._sender.settle(attempt.attempt, lambda: self._check_halt(attempt.attempt))
         if manifest is not None:

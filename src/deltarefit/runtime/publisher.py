@@ -36,9 +36,10 @@ from deltarefit.runtime.report import RefitReport, stage_seconds
 from deltarefit.runtime.senders import attempt_sender
 from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
+from deltarefit.runtime.sizing import source_settings
 from deltarefit.runtime.trace_bounds import lower_bounds
 from deltarefit.runtime.trace_clock import TimeAxis, boot_id, on_axis
-from deltarefit.source import Collective, CoverageReport, SourceAdapter, SourceSettings, open_source, together
+from deltarefit.source import Collective, CoverageReport, SourceAdapter, open_source, together
 from deltarefit.transport import PayloadSender, open_run
 
 __all__ = ["Publisher"]
@@ -107,7 +108,8 @@ class Publisher:
         elif given := set_options(options):
             raise RejectedError(f"Publisher got an adapter and {', '.join(given)}; give these to the adapter itself")
         self._collective = collective
-        self._source = open_source(adapter, collective, _source_settings(self.settings))
+        share_nbytes = adapter.catalog().nbytes // collective.world_size
+        self._source = open_source(adapter, collective, source_settings(self.settings, share_nbytes))
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
         self._axis = TimeAxis(boot_id())
         log = EventLog(self._clock, f"owner {collective.rank}")
@@ -124,7 +126,15 @@ class Publisher:
             ids=self._ids,
         )
         self._key = key
-        worker = OwnerWorker(self._source.owner, self._sender, self._store, log, clock=self._clock, key=key)
+        worker = OwnerWorker(
+            self._source.owner,
+            self._sender,
+            self._store,
+            log,
+            clock=self._clock,
+            key=key,
+            count_writes=getattr(adapter, "count_writes", lambda: None),
+        )
         self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
         self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
@@ -389,12 +399,3 @@ class Publisher:
         )
         self.observers.refit(report, reported, shifts)
         return report
-
-
-def _source_settings(settings: PublisherSettings) -> SourceSettings:
-    return SourceSettings(
-        chunk_nbytes=settings.chunk_nbytes,
-        bucket_nbytes=settings.bucket_nbytes,
-        scan_threads=settings.scan_threads,
-        baseline_directory=Path(settings.baseline_directory) if settings.baseline_directory else None,
-    )

@@ -126,10 +126,11 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     audit_every: int = 1
     """Receivers prove the whole policy's digest from what they hold at every n-th refit, and at the first; 0 only at the first.
     It costs them one read of the weights."""
-    bucket_nbytes: int = 512 * 2**20
-    """Input bytes per payload (paper C)."""
-    chunk_nbytes: int = 64 * 2**20
-    """Input bytes per scan (paper C, object storage)."""
+    bucket_nbytes: int = 0
+    """Input bytes per payload. 0: 512 MiB (paper C), or a 16th of a rank's share if that is less, but at least 4 MiB, so that
+    comparing, sending and applying overlap for small models, too."""
+    chunk_nbytes: int = 0
+    """Input bytes per scan. 0: 64 MiB (paper C, object storage), or a quarter of a bucket if that is less."""
     scan_threads: int = 0
     """Threads that compare and encode; 0 means one per core that this process may use."""
     transport: Literal["auto", "object_store", "relay"] = "auto"

@@ -19,6 +19,7 @@ _COLOURS = {
     "scan": "#0969da",
     "encode": "#54aeff",
     "send": "#8250df",
+    "recheck": "#a475f9",
     "fetch": "#bf3989",
     "decode": "#1a7f37",
     "apply": "#2da44e",

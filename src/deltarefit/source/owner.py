@@ -122,6 +122,21 @@ class Owner:
         self._is_complete = True
         self._stats = totals.stats()
 
+    def verify(self) -> None:
+        """Prove ahead of the commit that the direct shards are still what was sent: the commit then need not scan them again.
+
+        Waits for no other rank. Nothing happens if the settings want no proof.
+
+        Raises:
+            OperatorRequiredError: the candidate changed after it was built.
+        """
+        if self.settings.verify_candidate:
+            self._direct.verify()
+
+    def doubt(self) -> None:
+        """Something may have written to the candidate since ``verify``: the commit proves it again."""
+        self._direct.doubt()
+
     def commit(self) -> None:
         """Make the candidate the baseline, in place. Absolute and safe to repeat, after an interruption too.
 

@@ -66,6 +66,10 @@ class TrackerSet:
         """
         self._run(self._verify)
 
+    def doubt(self) -> None:
+        """Believe no earlier verification: the next one scans every shard."""
+        self._verified.clear()
+
     def commit(self) -> None:
         """Copy the candidate over the committed words. May be repeated after an interruption."""
         self._run(self._commit)
