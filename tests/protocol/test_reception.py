@@ -482,7 +482,7 @@ def replace_record(record: CommitRecord, baseline: str) -> CommitRecord:
 
 def test_the_gate_opens_only_on_committed_weights_and_only_for_the_last_attempt() -> None:
     receiver = completed()
-    with pytest.raises(OperatorRequiredError, match=r"gate stays closed: weights are in doubt.*receiver restore"):
+    with pytest.raises(OperatorRequiredError, match=r"gate stays closed: weights are in doubt.*next refit"):
         receiver.reopen_gate(A1, K4)
     receiver.committed(K4)
     assert receiver.cleanup(A1) is False

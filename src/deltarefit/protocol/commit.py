@@ -353,8 +353,8 @@ def repaired(state: ControlState, *, restored: Iterable[ReceiverId], required: I
         return state
     if missing := sorted(set(required) - set(restored)):
         raise RejectedError(
-            f"run {state.run}: still to restore to {state.record}: {', '.join(missing)}; run "
-            "'deltarefit receiver restore' there, or retire these receivers"
+            f"run {state.run}: still to restore to {state.record}: {', '.join(missing)}; call "
+            "refit(), which sends them every element, or stop these receivers"
         )
     if state.transition is not None:
         raise RejectedError(f"run {state.run}: a refit is under way; its dense attempt repairs the receivers")

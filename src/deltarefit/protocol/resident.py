@@ -112,5 +112,5 @@ class Resident:
         worth = f"fenced ({self.fenced})" if self.fenced else worth
         raise OperatorRequiredError(
             f"receiver {receiver}: the request gate stays closed: weights are {worth}, committed is {record}; "
-            "run 'deltarefit receiver restore' for it"
+            "the next refit() sends it what it lacks, and opens the gate"
         )
