@@ -114,6 +114,10 @@ class Pace:
         """Seconds until it is time to look, never negative."""
         return max(0.0, self._due_s - self._clock.monotonic_s())
 
+    def skip(self) -> None:
+        """What is to be looked at was just seen: the first look is due after a pause."""
+        self._due_s = self._clock.monotonic_s() + self._pause_s
+
     def reset(self) -> None:
         """Something changed: look again soon."""
         self._pause_s = self._first_s

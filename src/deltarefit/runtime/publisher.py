@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -140,6 +141,7 @@ class Publisher:
         self._hold: RunHold | None = None
         self._session: Session | None = None
         self._is_closed = False
+        self._busy = threading.Lock()
         together(collective, f"taking run {run}", self._take_run)
         record = self._share_record()
         worker.take_baseline(record.baseline)
@@ -237,7 +239,7 @@ class Publisher:
             if not hold.is_new:
                 self._end_unfinished(session, hold.state, alone=True)
                 session.begin(hold.take_over_baseline())
-                hold.announce(hold.state)
+                hold.announce(hold.state.record)
             hold.activity.end()
             hold.sweep()
         except BaseException:
@@ -287,7 +289,12 @@ class Publisher:
         """Have rank 0 do it while the others follow; its report, as JSON, or its failure on every rank."""
         if self._is_closed:
             raise RejectedError(f"{what} on a closed Publisher; make a new one")
-        end = self._lead(what, work) if self._collective.rank == 0 else self._owners.follow()
+        if not self._busy.acquire(blocking=False):
+            raise RejectedError(f"{what} while another call on this Publisher is under way; one at a time")
+        try:
+            end = self._lead(what, work) if self._collective.rank == 0 else self._owners.follow()
+        finally:
+            self._busy.release()
         if end.failure is not None:
             raise end.failure.error()
         return end.report
@@ -332,7 +339,7 @@ class Publisher:
             events.Started(base=state.record, is_admitted=unfinished, is_dense=bool(state.repair) or unfinished),
         )
         self._raise_unless_committed(finish)
-        hold.announce(self._record(session))
+        hold.announce(finish.record)
         hold.sweep(session.members.long_gone())
         return self._report(session, coordinator.outcome, finish)
 

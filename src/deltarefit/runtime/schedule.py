@@ -146,6 +146,8 @@ class _Watch:
         self._bound = bound
         self._members_pace = Pace(session.clock, first_s=session.settings.lease_s / 10, most_s=session.settings.lease_s / 10)
         self._record_pace = Pace(session.clock, first_s=_RECORD_S, most_s=_RECORD_S)
+        self._members_pace.skip()
+        self._record_pace.skip()  # prepare has just looked at both
 
     def poll(self) -> None:
         """Raise what makes the attempt pointless, if anything does.

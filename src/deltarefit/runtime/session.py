@@ -7,6 +7,8 @@ import os
 import platform
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.control import (
     ControlPlane,
@@ -187,13 +189,13 @@ class RunHold:
         self.state = self.control.reinitialise(self.epoch, name, self._digest)
         return self.state
 
-    def announce(self, state: ControlState) -> None:
+    def announce(self, record: CommitRecord) -> None:
         """Show the committed version beside the heartbeat."""
-        self.state = state
+        self.state = msgspec.structs.replace(self.state, record=record)
         try:
             self._heartbeat.show()
         except RefitError as error:
-            _LOG.warning("version %d is committed, but not announced yet: %s", state.record.policy_version, error)
+            _LOG.warning("version %d is committed, but not announced yet: %s", record.policy_version, error)
 
     def session(
         self, owners: OwnerGroup, num_owners: int, digests: Mapping[str, TensorDigest], log: EventLog, axis: TimeAxis
