@@ -45,8 +45,6 @@ __all__ = ["Application"]
 
 _LOG = logging.getLogger(__name__)
 _SHUT_S = 1.0  # an engine that must not serve is asked to stop at once; whether requests ended is waited for before writing
-_UNSEEN_S = 5.0
-"""Once all owners have ended, everything is in the store or at the relay. A listing that lags gets this long to show it."""
 
 
 class Application:
@@ -260,7 +258,12 @@ class Application:
 
         Raises:
             OperatorRequiredError: the weights are not what the record publishes.
+            AttemptFailedError: caches of older weights are still there.
         """
+        if self._must_drop and self.reception.attempt in (None, attempt):
+            raise AttemptFailedError(
+                f"receiver {self._receiver}: its engine still has caches of older weights; its gate stays closed"
+            )
         if not self.reception.reopen_gate(attempt, record):
             return False
         self._engine.reopen_gate()
@@ -305,11 +308,13 @@ class Application:
         """
         if state.attempt is not None or state.transition is not None or state.repair:
             return False
-        if not self.reception.committed(state.record) or not self.reception.reopen_gate(None, state.record):
+        if not self.reception.committed(state.record):
             return False
         if self._must_drop:
             self._engine.drop_caches()
             self._must_drop = False
+        if not self.reception.reopen_gate(None, state.record):
+            return False
         self._engine.publish(state.record.policy_version)
         self._engine.reopen_gate()
         self._must_shut = False
@@ -334,10 +339,11 @@ class Application:
         markers = list(ended)
         for one in markers:
             self.reception.end(EndMarker(attempt=attempt, owner=OwnerId(one.owner), count=one.count, digest=one.digest))
+        patience_s = self._delivery.patience_s
         if self._flushed is None:
-            self._flushed = Deadline(self._clock, _UNSEEN_S)
+            self._flushed = Deadline(self._clock, patience_s)
         absent, quiet_s = self._delivery.unseen({one.owner: one.count for one in markers})
-        if absent and self._flushed.expired and quiet_s >= _UNSEEN_S:
+        if absent and self._flushed.expired and quiet_s >= patience_s:
             raise PayloadMissingError(
                 f"{min(absent)} and {len(absent) - 1} more: sent, say their owners, but nothing of them was seen here for "
                 f"{quiet_s:.0f} s"

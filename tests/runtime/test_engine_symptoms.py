@@ -1,0 +1,236 @@
+"""Failures of serving engines that people met with weight updates elsewhere, at a whole receiver. Named after what they saw."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import torch
+
+import deltarefit
+from deltarefit.errors import AttemptFailedError, DeadlineError, OperatorRequiredError
+from deltarefit.runtime.engine import LocalEngine
+from deltarefit.runtime.gate import LocalGate
+from deltarefit.testing.faults import CorruptingSender, FaultPlan
+
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb
+
+pytestmark = pytest.mark.torch
+
+
+class CachedEngine(LocalEngine):
+    """Answers from a cache of prompts, counts requests that a label aborts, and misbehaves on order."""
+
+    def __init__(self, model, gate):
+        super().__init__(model, model.load_weights, request_gate=gate)
+        self.model = model
+        self.cache = {}
+        self.log = []
+        self.troubles = []
+        """What the next applications raise or wait for."""
+        self.refuses_reset = 0
+
+    def answer(self, prompt):
+        """A request: what a prompt gives under the weights of the first time it was asked."""
+        return self.cache.setdefault(prompt, int(self.model.fused.view(torch.int16)[prompt]))
+
+    def close_gate(self, timeout_s):
+        self.log.append("close")
+        super().close_gate(timeout_s)
+
+    def apply(self, data):
+        self.log.append("apply")
+        if self.troubles:
+            trouble = self.troubles.pop(0)
+            if isinstance(trouble, Exception):
+                raise trouble
+            trouble.wait(30.0)
+        return super().apply(data)
+
+    def drop_caches(self):
+        self.log.append("drop")
+        if self.refuses_reset:
+            self.refuses_reset -= 1
+            raise OperatorRequiredError("the prefix cache was not dropped: {'todo': 'not supported'}")
+        self.cache.clear()
+
+    def publish(self, policy_version):
+        self.log.append("publish")
+        super().publish(policy_version)
+
+    def reopen_gate(self):
+        self.log.append("reopen")
+        super().reopen_gate()
+
+
+class Served:
+    """A trainer and one receiver around a CachedEngine."""
+
+    def __init__(self, pair, **settings):
+        self.pair = pair
+        self.engines, self.receivers = [], []
+        for number in range(settings.pop("num_receivers", 1)):
+            gate = LocalGate()
+            model = Fused(pair.policy)
+            pair.models.append(model)
+            self.engines.append(CachedEngine(model, gate))
+            receiver = deltarefit.Receiver(
+                self.engines[-1], run=pair.run, name=f"rollout-{number}", request_gate=gate, settings=RECEIVER_SETTINGS
+            )
+            self.receivers.append(pair.stack.enter_context(receiver.start()))
+        self.wrap = settings.pop("wrap_sender", None)
+        self.publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, **settings), wrap_sender=self.wrap)
+
+    def refit(self, seed):
+        perturb(self.pair.policy, seed)
+        return self.publisher.refit()
+
+
+@pytest.fixture
+def make(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        yield lambda **settings: Served(pair, **settings)
+
+
+def test_answers_come_from_a_cache_of_older_weights(make):
+    """Three refits, the second with a failed attempt: caches go after the last write and before any request."""
+    damage = FaultPlan(lambda name: name.attempt.startswith("v000002-a1"))
+    served = make(wrap_sender=lambda sender: CorruptingSender(sender, damage))
+    engine = served.engines[0]
+    for seed in range(3):
+        with served.receivers[0].serving(5.0):
+            engine.answer(3)
+        engine.log.clear()
+        served.refit(seed)
+        with served.receivers[0].serving(5.0):
+            assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+        last_write = max(place for place, call in enumerate(engine.log) if call == "apply")
+        assert last_write < engine.log.index("drop") < engine.log.index("reopen")
+        assert engine.log.count("reopen") == 1, "no request between a failed attempt and its retry"
+    assert damage.fired == 1
+
+
+def test_an_attempt_that_was_given_up_after_writing_leaves_the_gate_closed_and_the_cache_goes_before_the_next_request(make):
+    served = make(max_attempts=1)
+    engine = served.engines[0]
+    served.refit(0)
+    with served.receivers[0].serving(5.0):
+        engine.answer(3)
+    engine.troubles = [AttemptFailedError("half of it was written")]
+    with pytest.raises(OperatorRequiredError):
+        served.refit(1)
+    with pytest.raises(DeadlineError):
+        served.receivers[0].serving(0.2).__enter__()
+    engine.log.clear()
+    served.publisher.refit()
+    assert engine.log.index("drop") < engine.log.index("reopen")
+    with served.receivers[0].serving(5.0):
+        assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+    served.pair.assert_equal()
+
+
+def test_a_cache_reset_that_did_nothing_is_ignored(make):
+    """The version is committed, but this engine may not serve it: it is shut, and named, until its cache is gone."""
+    served = make(num_receivers=2, min_receivers=2)
+    engine, receiver = served.engines[0], served.receivers[0]
+    served.refit(0)
+    with receiver.serving(5.0):
+        engine.answer(3)
+    engine.refuses_reset = 10**6
+    report = served.refit(1)
+    assert report.policy_version == 2
+    with pytest.raises(DeadlineError):
+        receiver.serving(0.5).__enter__()
+    with served.receivers[1].serving(5.0):
+        pass
+    assert engine.cache
+    engine.refuses_reset = 0
+    with receiver.serving(10.0):  # it tried again by itself
+        assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+    served.refit(2)
+    served.pair.assert_equal()
+
+
+def test_a_receiver_that_fails_is_heard_in_its_own_words(make):
+    served = make(max_attempts=1)
+    served.engines[0].troubles = [AttemptFailedError("device 3 fell off the bus")]
+    with pytest.raises(OperatorRequiredError, match="receiver rollout-0: device 3 fell off the bus"):
+        served.refit(0)
+
+
+def test_a_receiver_that_stops_answering_does_not_hang_the_trainer(make):
+    released = threading.Event()
+    served = make(max_attempts=1, reply_timeout_s=0.5, request_timeout_s=0.5)
+    served.engines[0].troubles = [released]
+    try:
+        with pytest.raises(OperatorRequiredError, match=r"receiver rollout-0: .*no answer within \d+ s although it is alive"):
+            served.refit(0)
+    finally:
+        released.set()
+
+
+def test_publishing_the_version_label_aborts_running_requests(make):
+    """The label comes while the gate is closed, after the last running request ended; it opens and closes nothing itself."""
+    served = make()
+    engine = served.engines[0]
+    served.refit(0)
+    engine.log.clear()
+    served.refit(1)
+    assert engine.log == ["close", "apply", "drop", "publish", "reopen"]
+    assert engine.policy_version == 2
+
+
+def test_a_reload_returned_weights_of_an_older_version_under_the_newest_label(make):
+    """Its storage holds version 1 while everybody takes it for version 3: found before a difference is applied to it."""
+    served = make()
+    engine = served.engines[0]
+    served.refit(0)
+    older = {name: tensor.clone() for name, tensor in served.pair.policy.state_dict().items()}
+    served.refit(1)
+    served.refit(2)
+    engine.model.load_weights(older.items())
+    assert not served.publisher.audit().is_clean
+    report = served.refit(3)
+    assert report.attempts == 1
+    served.pair.assert_equal()
+
+
+def test_state_outside_the_module_is_claimed_to_be_verified(make):
+    """A table in a Python global is out of reach, and the report does not say otherwise."""
+    served = make()
+    report = served.refit(0)
+    assert report.covered == "every parameter and buffer that a canonical tensor reaches, on 1 rank"
+    audit = served.publisher.audit()
+    assert audit.receivers[0].covered == report.covered
+    assert (audit.num_tensors, audit.receivers[0].proven) == (3, 3)
+
+
+def test_a_wrong_number_of_elements_is_taken_for_success(make):
+    """An engine that applies nothing and says so in good faith: the version is not published."""
+    served = make(max_attempts=1)
+    served.engines[0].apply = lambda data: 0
+    with pytest.raises(OperatorRequiredError, match=r"does not hold the candidate after applying .* 3 of 3 tensors differ"):
+        served.refit(0)
+    assert served.publisher.policy_version == 0
+    assert served.engines[0].policy_version is None
+
+
+def test_a_recovered_engine_gets_requests_while_it_holds_the_start_weights(make):
+    served = make()
+    for seed in range(2):
+        served.refit(seed)
+    gate = LocalGate()
+    model = Fused(Policy())
+    engine = CachedEngine(model, gate)
+    receiver = deltarefit.Receiver(engine, run=served.pair.run, name="back", request_gate=gate, settings=RECEIVER_SETTINGS)
+    with pytest.raises(DeadlineError):
+        receiver.serving(0.05).__enter__()
+    served.pair.stack.enter_context(receiver.start())
+    receiver.wait_joined(10.0)
+    with pytest.raises(DeadlineError):
+        receiver.serving(0.2).__enter__()
+    served.pair.models.append(model)
+    served.refit(2)
+    with receiver.serving(5.0):
+        served.pair.assert_equal()
