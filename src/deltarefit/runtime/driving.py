@@ -39,7 +39,7 @@ def drive(coordinator: Coordinator, started: events.Started, *, max_attempts: in
 
 
 def _ask(command: commands.AskOperator, run: str) -> Never:
-    causes = "".join(f"\n  {cause}" for cause in command.causes)
+    causes = "".join(f"\n  {cause}" for cause in command.causes if cause not in command.reason)
     gates = "request gates may be closed and stay so" if command.gate_closed else "request gates are open"
     raise OperatorRequiredError(
         f"the refit cannot go on by itself: {command.reason}{causes}\n{gates}. See who is where with 'deltarefit status --run "
