@@ -9,13 +9,14 @@ import pytest
 
 import deltarefit
 from deltarefit.control import MemoryRecordStore, SwapUncertainError
+from deltarefit.errors import DeadlineError, TransportError
 from deltarefit.runtime import messages, session
 from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.engine import LocalEngine
 from deltarefit.runtime.gate import LocalGate
 from deltarefit.runtime.messages import Call, decode_message, encode_message
 from deltarefit.testing.faults import CorruptingSender, FailingSender, FaultPlan
-from deltarefit.transport import Mailbox
+from deltarefit.transport import Mailbox, RunStore
 
 from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw
 
@@ -54,10 +55,11 @@ def watched(tmp_path):
     with Pair(tmp_path, num_receivers=0) as pair:
         model, gate = Fused(pair.policy), LocalGate()
         engine = Watched(model, gate)
-        receiver = deltarefit.Receiver(engine, run=pair.run, name="rollout", request_gate=gate, settings=RECEIVER_SETTINGS)
+        settings = msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=2.0)
+        receiver = deltarefit.Receiver(engine, run=pair.run, name="rollout", request_gate=gate, settings=settings)
         pair.models.append(model)
         pair.stack.enter_context(receiver.start())
-        pair.engine, pair.receiver = engine, receiver
+        pair.engine, pair.receiver, pair.gate = engine, receiver, gate
         yield pair
 
 
@@ -151,7 +153,7 @@ def test_calls_of_attempts_that_are_over_change_nothing(watched, monkeypatch):
     monkeypatch.setattr(Mailbox, "post", original)
     held = raw(watched.models[0])
     kinds = {type(decode_message(data, Call, sender="test").body) for _, data in posted}
-    assert {messages.Prepare, messages.OpenApply, messages.Flush, messages.Stop, messages.ReopenGate} <= kinds
+    assert {messages.Prepare, messages.OpenApply, messages.Flush, messages.Stop, messages.DropCaches} <= kinds
     effects_of(watched.engine)
     for mailbox, data in posted:
         original(mailbox, "rollout", data)
@@ -199,9 +201,17 @@ class Flaky(MemoryRecordStore):
         """Numbers of swaps that never arrive."""
         self.number = 0
         self.struck = 0
+        self.is_down = False
+
+    def read(self):
+        if self.is_down:
+            raise TransportError("flaky: no route to the store")
+        return super().read()
 
     def swap(self, tag, new):
         self.number += 1
+        if self.is_down:
+            raise SwapUncertainError("flaky: no route to the store")
         if self.number in self.drop:
             self.struck += 1
             raise SwapUncertainError("dropped")
@@ -232,6 +242,68 @@ def test_a_reply_of_the_control_plane_that_is_lost_decides_nothing(tmp_path, fla
             assert (report.policy_version, report.attempts) == (step + 1, 1)
             pair.assert_equal()
         assert flaky.struck == 1
+
+
+class Hasty(SystemClock):
+    """Sleeps a hundredth of what it is asked to, so that a minute of patience passes quickly."""
+
+    def sleep(self, seconds):
+        super().sleep(seconds / 100)
+
+
+def test_a_control_plane_that_is_gone_for_long_asks_for_a_person_and_the_refit_goes_on_when_it_is_back(tmp_path, flaky):
+    with Pair(tmp_path) as pair:
+
+        class Cutting(FailingSender):
+            def send(self, payload_id, data):
+                flaky.is_down = self.plan.strikes(payload_id) or flaky.is_down
+                self.inner.send(payload_id, data)
+
+        plan = FaultPlan(lambda name: name.attempt.startswith("v000002"))
+        publisher = pair.publisher(clock=Hasty(), wrap_sender=lambda sender: Cutting(sender, plan))
+        perturb(pair.policy, 0)
+        publisher.refit()
+        perturb(pair.policy, 1)
+        with pytest.raises(deltarefit.OperatorRequiredError, match="out of reach"):
+            publisher.refit()
+        flaky.is_down = False
+        assert publisher.refit().policy_version == 2
+        pair.assert_equal()
+        with pair.receivers[0].serving(5.0):
+            assert pair.receivers[0].policy_version == 2
+
+
+def test_a_receiver_that_cannot_reach_the_store_shuts_its_gate_and_opens_it_when_the_store_is_back(watched, monkeypatch):
+    publisher = watched.publisher(settings=msgspec.structs.replace(SETTINGS, lease_s=5.0))
+    perturb(watched.policy, 0)
+    publisher.refit()
+    receiver = watched.receiver
+    first = receiver._presence.shown.incarnation
+    put = RunStore.put
+
+    def unreachable(store, key, data):
+        if key.startswith("members/"):
+            raise TransportError(f"{key}: no route to the store")
+        put(store, key, data)
+
+    monkeypatch.setattr(RunStore, "put", unreachable)
+    wait_until(lambda: not watched.gate.is_open)
+    with pytest.raises(DeadlineError):
+        receiver.serving(0.1).__enter__()
+    monkeypatch.setattr(RunStore, "put", put)
+    with receiver.serving(10.0):
+        assert receiver.policy_version == 1
+    assert receiver._presence.shown.incarnation != first
+    perturb(watched.policy, 1)
+    assert publisher.refit().receivers == ("rollout",)
+    watched.assert_equal()
+
+
+def wait_until(condition, timeout_s=20.0):
+    end_s = CLOCK.monotonic_s() + timeout_s
+    while not condition():
+        assert CLOCK.monotonic_s() < end_s, "waited in vain"
+        CLOCK.sleep(0.01)
 
 
 def test_without_receivers_versions_are_committed_and_a_late_one_is_restored(tmp_path):
