@@ -168,7 +168,13 @@ class Coordinator:
             return events.BaselinesUpdated()
         attempt = bound.attempt if bound is not None else self._unfinished_name()
         session.activity.begin(f"{attempt}: owners take the candidate over as their baseline")
-        replies = session.owners.demand(CommitBaseline(attempt, record))
+        replies = session.owners.command(CommitBaseline(attempt, record))
+        if failed := [f"owner {reply.owner}: {reply.failure.text}" for reply in replies if reply.failure is not None]:
+            raise OperatorRequiredError(
+                f"{record} is committed, but owners did not take it over as their baseline: {'; '.join(failed[:3])}. Call "
+                "refit() again; if that does not help, make a new Publisher, here or in a restarted trainer: it starts from the "
+                "weights at hand and sends every element once"
+            )
         self.outcome.t1_s = session.clock.monotonic_s()
         self._note(replies)
         session.committed = sum_digests(replies)
