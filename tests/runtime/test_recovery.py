@@ -364,3 +364,39 @@ def test_the_oracle_is_not_fooled():
     with torch.no_grad():
         policy.first[0, 0] = -policy.first[0, 0]
     assert raw(Fused(policy)) != expected
+
+
+def test_owners_that_could_not_take_the_candidate_over_try_again_or_start_anew(tmp_path, monkeypatch):
+    """The version is committed then; the update of the baseline is repeated, or another Publisher begins a new baseline."""
+    with Pair(tmp_path) as pair:
+        publisher = pair.publisher()
+        owner = publisher._source.owner
+        commit, failures = owner.commit, []
+
+        def failing():
+            failures.append(1)
+            raise OSError("no room on the device")
+
+        monkeypatch.setattr(owner, "commit", failing)
+        perturb(pair.policy, 0)
+        with pytest.raises(
+            deltarefit.OperatorRequiredError, match=r"policy version 1 .* is committed, but owners .*new Publisher"
+        ):
+            publisher.refit()
+        with pytest.raises(DeadlineError):
+            pair.receivers[0].serving(0.2).__enter__()
+        monkeypatch.setattr(owner, "commit", commit)
+        assert publisher.refit().policy_version == 2  # it ends version 1 first, then carries the weights at hand
+        assert failures == [1]
+        pair.assert_equal()
+
+        monkeypatch.setattr(owner, "commit", failing)
+        perturb(pair.policy, 1)
+        with pytest.raises(deltarefit.OperatorRequiredError):
+            publisher.refit()
+        publisher.close()
+        perturb(pair.policy, 2)
+        second = pair.publisher()
+        assert second.policy_version == 3
+        assert second.refit().policy_version == 4
+        pair.assert_equal()
