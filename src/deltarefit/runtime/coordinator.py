@@ -172,8 +172,8 @@ class Coordinator:
         if failed := [f"owner {reply.owner}: {reply.failure.text}" for reply in replies if reply.failure is not None]:
             raise OperatorRequiredError(
                 f"{record} is committed, but owners did not take it over as their baseline: {'; '.join(failed[:3])}. Call "
-                "refit() again; if that does not help, make a new Publisher, here or in a restarted trainer: it starts from the "
-                "weights at hand and sends every element once"
+                "refit() again; if that does not help, make a new Publisher, here or in a restarted trainer: it starts from "
+                "the weights at hand and sends every element once"
             )
         self.outcome.t1_s = session.clock.monotonic_s()
         self._note(replies)
