@@ -71,9 +71,9 @@ class Members:
         now_s, span_s = self._clock.monotonic_s(), _GONE_LEASES * self._lease.lease_s
         return frozenset(name for name, one in self._watched.items() if now_s - one.moved_s > span_s)
 
-    def ready(self, catalog_digest: str) -> dict[ReceiverId, Member]:
-        """Receivers that live for certain and prewarmed for this catalog."""
-        self._look()
+    def ready(self, catalog_digest: str, *, max_age_s: float = 0.0) -> dict[ReceiverId, Member]:
+        """Receivers that live for certain and prewarmed for this catalog, as they were at most ``max_age_s`` ago."""
+        self.alive(max_age_s=max_age_s)
         self._refusals = {}
         ready = {}
         for receiver, one in self._watched.items():

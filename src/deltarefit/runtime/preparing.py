@@ -33,10 +33,12 @@ class Preparation:
     def required(self, excluded: frozenset[ReceiverId]) -> dict[ReceiverId, Member]:
         """Live, prewarmed receivers, without those that were retired in this transition.
 
+        With many receivers a look costs many requests, so what was seen a moment ago counts.
+
         Raises:
             AttemptFailedError: too few.
         """
-        ready = self._session.members.ready(self._session.catalog.digest)
+        ready = self._session.members.ready(self._session.catalog.digest, max_age_s=self._session.settings.lease_s / 10)
         required = {receiver: member for receiver, member in ready.items() if receiver not in excluded}
         if len(required) < self._session.settings.min_receivers:
             raise AttemptFailedError(
