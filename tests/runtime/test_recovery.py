@@ -400,3 +400,22 @@ def test_owners_that_could_not_take_the_candidate_over_try_again_or_start_anew(t
         assert second.policy_version == 3
         assert second.refit().policy_version == 4
         pair.assert_equal()
+
+
+def test_engines_come_and_go_while_training_goes_on(quick):
+    publisher = quick.publisher(settings=QUICK)
+    perturb(quick.policy, 0)
+    assert publisher.refit().receivers == ("rollout-0", "rollout-1")
+    quick.receivers[0].close()
+    quick.models.pop(0)
+    perturb(quick.policy, 1)
+    assert publisher.refit().receivers == ("rollout-1",)
+    for number in (2, 3):
+        quick.models.append(Fused(Policy() if number == 2 else quick.policy))
+        quick.receivers.append(attach(quick, quick.models[-1], f"rollout-{number}"))
+        quick.receivers[-1].wait_joined(10.0)
+    perturb(quick.policy, 2)
+    report = publisher.refit()
+    assert (report.receivers, report.attempts) == (("rollout-1", "rollout-2", "rollout-3"), 1)
+    quick.assert_equal()
+    assert_nothing_is_left(quick.run)
