@@ -78,6 +78,8 @@ class _Tool:
     name: str
     make: Sequence[str]
     use: Sequence[str]
+    is_long: bool = False
+    """Tens of seconds: measured once, not in every round."""
     is_slow: bool = False
     """Minutes: measured once, and only if asked for."""
 
@@ -119,7 +121,12 @@ def _tools(nbytes: int) -> list[_Tool]:
     if shutil.which("xdelta3"):
         source = ("-B", str(nbytes), "-s", "{old}")
         tools.append(
-            _Tool("xdelta3", ("xdelta3", "-e", *source, "{new}", "{delta}"), ("xdelta3", "-d", *source, "{delta}", "{out}"))
+            _Tool(
+                "xdelta3",
+                ("xdelta3", "-e", *source, "{new}", "{delta}"),
+                ("xdelta3", "-d", *source, "{delta}", "{out}"),
+                is_long=True,
+            )
         )
     return tools
 
@@ -183,7 +190,7 @@ def _compare(old: Path, new: Path, num_steps: int, rounds: int, slow: bool, work
     nbytes: dict[str, int] = {}
     for turn in range(rounds):
         for tool in tools:
-            if turn and tool.is_slow:
+            if turn and (tool.is_slow or tool.is_long):
                 continue
             paths = {"old": old, "new": new, "delta": work / "delta", "out": work / "out"}
             for name in ("delta", "out"):
