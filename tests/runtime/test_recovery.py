@@ -21,7 +21,7 @@ from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, dense_reload
 
 pytestmark = pytest.mark.torch
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 QUICK = msgspec.structs.replace(SETTINGS, lease_s=LEASE_S)
 QUICK_RECEIVER = msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=LEASE_S)
 
