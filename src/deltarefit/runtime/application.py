@@ -59,7 +59,7 @@ class Application:
         feeds: ReceiverFeeds,
         log: EventLog,
         clock: Clock,
-        new_pace: Callable[[], Pace],
+        new_pace: Callable[[str], Pace],
         may_act: Callable[[], bool],
         news: threading.Event,
         settings: ReceptionSettings | None = None,
@@ -150,7 +150,7 @@ class Application:
             limits=self._limits,
             log=self._log,
             clock=self._clock,
-            pace=self._new_pace(),
+            pace=self._new_pace(transport),
             may_act=self._may_act,
             news=self._news,
         )

@@ -46,6 +46,8 @@ class Coordinator:
         self._alone = alone
         self._bound: BoundAttempt | None = None
         self._num_schedules = 0
+        self._concluded: set[ReceiverId] = set()
+        """Receivers that dropped their caches and serve again."""
         self._preparation = Preparation(session, f"{session.holder}-{session.ids.nonce()}")
 
     def execute(self, command: commands.Command) -> events.Event:
@@ -75,9 +77,9 @@ class Coordinator:
             case commands.UpdateBaselines(record=record):
                 return self._update_baselines(record)
             case commands.DropCaches(attempt=attempt, record=record):
-                return events.CachesDropped(retired=self._tell_all(messages.DropCaches(attempt, record), attempt))
+                return events.CachesDropped(retired=self._conclude(messages.DropCaches(attempt, record, True), attempt))
             case commands.ReopenGate(attempt=attempt, record=record):
-                return events.GateReopened(retired=self._tell_all(messages.ReopenGate(attempt, record), attempt))
+                return events.GateReopened(retired=self._conclude(messages.ReopenGate(attempt, record), attempt))
             case commands.Backoff(num_failures=num_failures):
                 return self._back_off(num_failures)
             case _:
@@ -110,7 +112,7 @@ class Coordinator:
         attempt = attempt_id(command.base.policy_version + 1, command.ordinal, session.ids.nonce())
         try:
             with session.log.stage("prepare", attempt):
-                required = self._preparation.required(command.excluded)
+                required = self._preparation.required()
                 plan = self._preparation.plan(command, required)
                 self._bound = bound = self._preparation.bind_record(command, attempt, plan, required)
                 self._preparation.bind_receivers(bound)
@@ -185,14 +187,20 @@ class Coordinator:
         session.num_refits += 1
         return events.BaselinesUpdated()
 
-    def _tell_all(self, body: messages.CallBody, attempt: AttemptId) -> frozenset[ReceiverId]:
-        """Tell every receiver of the attempt; those that do not do it have to rejoin."""
-        session, concerned = self._session, self._concerned()
+    def _conclude(self, body: messages.CallBody, attempt: AttemptId) -> frozenset[ReceiverId]:
+        """Tell every receiver of the attempt that has not reopened its gate yet; those that do not do it have to rejoin.
+
+        Dropping caches and reopening the gate are one call: over a long link each costs a round trip of the pause.
+        """
+        session = self._session
+        concerned = {name: member for name, member in self._concerned().items() if name not in self._concluded}
         with session.log.stage("finish", attempt):
             answers = session.caller.ask(concerned.values(), body, session.settings.reply_timeout_s)
-        retired = frozenset(receiver for receiver, answer in answers.items() if not isinstance(answer, messages.Done))
-        for answer in answers.values():
-            self.outcome.events.extend(answer.events if isinstance(answer, messages.Done) else ())
+        done = {receiver: answer for receiver, answer in answers.items() if isinstance(answer, messages.Done)}
+        self._concluded |= set(done)
+        for answer in done.values():
+            self.outcome.events.extend(answer.events)
+        retired = frozenset(set(answers) - set(done))
         for receiver in retired:
             session.distrust(concerned[receiver].identity)
         return retired
@@ -214,6 +222,8 @@ class Coordinator:
             for receiver in set(answers) - stopped
             if receiver not in alive or alive[receiver].identity != concerned[receiver].identity
         }
+        for receiver in retired:
+            self._preparation.retire(concerned[receiver].identity)
         for receiver in sorted(set(answers) - stopped - retired):
             return events.CommandFailed(
                 reason=f"stop of {attempt}: {answers[receiver]}. It may still be writing: restart that receiver's process, or "
@@ -275,3 +285,4 @@ class Coordinator:
     def _note(self, replies: Iterable[OwnerReply]) -> None:
         for reply in replies:
             self.outcome.events.extend(reply.events)
+            self.outcome.crossed_nbytes += reply.crossed_nbytes

@@ -74,6 +74,8 @@ class AttemptDelivery:
         """Accepted in synchronous delivery and not being decoded yet."""
         self._held: dict[PayloadId, int] = {}
         """Bytes of each payload that the intake still counts."""
+        self.patience_s = feed.patience_s
+        """See ``Feed``."""
         self._intake = Intake(
             feed,
             clock=clock,

@@ -43,10 +43,15 @@ class Look:
 
     offers: tuple[Offer, ...] = ()
     ended: tuple[EndMarker, ...] = ()
+    is_moving: bool = False
+    """Part of a payload came since the last look."""
 
 
 class Feed(Protocol):
     """One attempt's payloads. ``look`` is called by one thread, ``bring`` by several."""
+
+    patience_s: float
+    """Once all owners have ended, what was sent shows up unless nothing at all was new for so long."""
 
     def look(self, wanted: PayloadId | None) -> Look:
         """What is new. ``wanted`` is the next one to apply, if it is not here yet.
@@ -62,6 +67,9 @@ class Feed(Protocol):
 
 class ManifestFeed:
     """Follows the manifest in the run's store, part by part: one that did not grow is not read again."""
+
+    patience_s = 5.0
+    """Then the manifest is durable and complete; a listing that lags gets this long to show it."""
 
     def __init__(self, store: RunStore, source: PayloadSource, attempt: AttemptId) -> None:
         self._store = store
@@ -126,21 +134,26 @@ class ManifestFeed:
 class RelayFeed:
     """Watches the node's relay directory: each owner's payloads arrive in their order, and who ended comes with the flush."""
 
+    patience_s = 30.0
+    """Relays pass over dead ones within 10 s (``RelaySettings.dead_after_s``), and new connections start slowly."""
+
     def __init__(self, source: RelaySource, attempt: AttemptId, owners: Sequence[OwnerId]) -> None:
         self._source = source
         self._attempt = attempt
         self._next = dict.fromkeys(owners, 0)
+        self._received_nbytes = 0
 
     def look(self, wanted: PayloadId | None) -> Look:
         """See ``Feed``."""
         offers = []
-        for owner in self._next:
-            name = PayloadId(self._attempt, self._next[owner], owner)
-            nbytes = self._source.arrived(name, is_wanted=name == wanted)
-            if nbytes is not None:
+        for owner, first in self._next.items():
+            name = PayloadId(self._attempt, first, owner)
+            while (nbytes := self._source.arrived(name, is_wanted=name == wanted)) is not None:
                 offers.append(Offer(name, nbytes))
-                self._next[owner] += 1
-        return Look(tuple(sorted(offers)))
+                name = PayloadId(self._attempt, name.sequence + 1, owner)
+            self._next[owner] = name.sequence
+        before, self._received_nbytes = self._received_nbytes, self._source.received_nbytes(self._attempt)
+        return Look(tuple(sorted(offers)), is_moving=self._received_nbytes != before)
 
     def bring(self, offer: Offer) -> Brought:
         """See ``Feed``."""

@@ -141,6 +141,9 @@ class Intake:
                     raise
                 continue
             patience = Deadline(self._clock, _PATIENCE_S)
+            if look.is_moving:
+                with self._changed:
+                    self._seen_s = self._clock.monotonic_s()
             if look.offers or look.ended:
                 self._pace.reset()
                 with self._changed:

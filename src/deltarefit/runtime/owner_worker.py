@@ -107,7 +107,7 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     payloads: int = 0
     payload_nbytes: int = 0
     crossed_nbytes: int = 0
-    """Payload bytes that went to relays, repeated ones included."""
+    """Payload bytes that went to relays since the last reply, repeated ones included."""
     changed_elements: int = 0
     digests: dict[str, str] = {}
     """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
@@ -175,7 +175,8 @@ class OwnerWorker:
         except Exception as error:  # the coordinator decides what an owner's failure means
             reply = OwnerReply(int(self.owner), Failure.of(error))
         clock = ClockReading(received_s, self._clock.monotonic_s(), self._boot)
-        return msgspec.structs.replace(reply, events=tuple(self._events.drain()), clock=clock)
+        crossed_nbytes = self._sender.crossed_nbytes()
+        return msgspec.structs.replace(reply, events=tuple(self._events.drain()), clock=clock, crossed_nbytes=crossed_nbytes)
 
     def _dispatch(self, command: Command) -> OwnerReply:
         match command:
@@ -227,7 +228,6 @@ class OwnerWorker:
                 self._owner.verify()
             self._writes = self._count_writes()
             pipeline.finish()
-            self._sender.settle(attempt.attempt, lambda: self._check_halt(attempt.attempt))
         if manifest is not None:
             manifest.end()
         entries = self._sent
@@ -237,7 +237,6 @@ class OwnerWorker:
             marker=OwnerMarker(int(marker.owner), marker.count, marker.digest),
             payloads=len(entries),
             payload_nbytes=sum(entry.nbytes for entry in entries),
-            crossed_nbytes=self._sender.crossed_nbytes if command.relays else 0,
             changed_elements=self._owner.changed_elements,
             digests=_hex(self._owner.candidate_digests()),
         )

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from deltarefit.errors import AttemptFailedError, RefitError, RejectedError
+from deltarefit.errors import AttemptFailedError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, PolicyVersion, ReceiverId, baseline_id
 from deltarefit.plan import RefitPlan
 from deltarefit.protocol import CommitRecord, PrepareRequest, commands
 from deltarefit.records import Encoding
 from deltarefit.runtime import messages
 from deltarefit.runtime.calls import Answer
+from deltarefit.runtime.clock import Deadline, Pace
 from deltarefit.runtime.members import Member
 from deltarefit.runtime.planning import check_digests, make_plan
-from deltarefit.runtime.refit_state import BoundAttempt, Session
+from deltarefit.runtime.refit_state import BoundAttempt, Identity, Session
 from deltarefit.transport import keys
 
 __all__ = ["Preparation", "expect"]
+
+_LOOK_S = 0.1
+_ABORT_S = 1.0
 
 AnswerT = TypeVar("AnswerT", messages.Completed, messages.Surveyed, messages.Done)
 
@@ -29,23 +33,51 @@ class Preparation:
         """``candidate`` names the fixed weights of the transition."""
         self._session = session
         self._candidate = candidate
+        self._retired: set[Identity] = set()
+        self._shortage: Deadline | None = None
+        """Until when receivers may come back; one time for the whole transition."""
 
-    def required(self, excluded: frozenset[ReceiverId]) -> dict[ReceiverId, Member]:
-        """Live, prewarmed receivers, without those that were retired in this transition.
+    def retire(self, identity: Identity) -> None:
+        """This receiver takes no part in this transition any more. Under a new incarnation it is another one."""
+        self._retired.add(identity)
 
-        With many receivers a look costs many requests, so what was seen a moment ago counts.
+    def required(self) -> dict[ReceiverId, Member]:
+        """Live, prewarmed receivers, without those that were retired in this transition; too few are waited for.
 
         Raises:
-            AttemptFailedError: too few.
+            AttemptFailedError: too few came.
+            OperatorRequiredError: a person asked to abort meanwhile.
         """
-        ready = self._session.members.ready(self._session.catalog.digest, max_age_s=self._session.settings.lease_s / 10)
-        required = {receiver: member for receiver, member in ready.items() if receiver not in excluded}
-        if len(required) < self._session.settings.min_receivers:
-            raise AttemptFailedError(
-                f"{len(required)} receivers are ready ({', '.join(sorted(required)) or 'none'}), expected at least "
-                f"{self._session.settings.min_receivers}; retired in this refit: {', '.join(sorted(excluded)) or 'none'}"
-            )
+        session, count = self._session, self._session.settings.min_receivers
+        required = self._usable()
+        if len(required) < count and self._shortage is None:
+            self._shortage = Deadline(session.clock, session.settings.join_timeout_s)
+        pace = Pace(session.clock, first_s=_ABORT_S, most_s=_ABORT_S)
+        while len(required) < count:
+            if self._shortage is None or self._shortage.expired:
+                retired = ", ".join(sorted(receiver for receiver, _ in self._retired)) or "none"
+                raise AttemptFailedError(
+                    f"{len(required)} receivers are ready ({', '.join(sorted(required)) or 'none'}), expected at least "
+                    f"{count}; retired in this refit: {retired}; start receivers for this run"
+                )
+            session.activity.begin(f"receivers to come back: {len(required)} of {count} are ready")
+            session.clock.sleep(_LOOK_S)
+            if pace.is_due:
+                self._check_abort()
+            required = self._usable()
         return required
+
+    def _usable(self) -> dict[ReceiverId, Member]:
+        """With many receivers a look costs many requests, so what was seen a moment ago counts."""
+        session = self._session
+        ready = session.members.ready(session.catalog.digest, max_age_s=session.settings.lease_s / 10)
+        return {receiver: member for receiver, member in ready.items() if member.identity not in self._retired}
+
+    def _check_abort(self) -> None:
+        self._session.ensure_may_act()
+        state = self._session.control.read()
+        if state is not None and state.abort:
+            raise OperatorRequiredError(f"an operator asked to abort: {state.abort}")
 
     def plan(self, command: commands.Prepare, required: Mapping[ReceiverId, Member]) -> RefitPlan:
         """Fix the encodings; receivers that cannot be taken at their word first show what they hold.

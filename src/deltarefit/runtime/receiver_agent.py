@@ -30,7 +30,14 @@ from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
 from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.runtime.sharing import busy_pace, delivery_limits, idle_pace, receiver_feeds, reception_settings
+from deltarefit.runtime.sharing import (
+    busy_pace,
+    delivery_limits,
+    idle_pace,
+    receiver_feeds,
+    reception_settings,
+    relay_pace,
+)
 from deltarefit.transport import Mailbox, keys, open_run, read_beacon
 
 __all__ = ["Receiver"]
@@ -99,7 +106,7 @@ class Receiver:
             feeds=self._feeds,
             log=self._log,
             clock=self._clock,
-            new_pace=lambda: busy_pace(self._store, self._clock),
+            new_pace=lambda way: relay_pace(self._clock) if way == "relay" else busy_pace(self._store, self._clock),
             may_act=lambda: self._presence.may_act,
             news=self._news,
             settings=reception_settings(self.settings),

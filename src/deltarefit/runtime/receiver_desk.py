@@ -81,6 +81,8 @@ class ReceiverDesk:
             self._held = (mail, call)
             return
         self._reply(mail, call, self._outcome(call))
+        if isinstance(call.body, messages.DropCaches):
+            self._presence.show()  # which version it holds now; others may wait for that, the coordinator need not
 
     def answer_held(self) -> None:
         """Answer a call that waits for payloads, once they are here or applied, or once that failed."""
@@ -174,9 +176,12 @@ class ReceiverDesk:
                 self._presence.note(is_serving=False)
             case messages.Stop(attempt=attempt):
                 application.stop(AttemptId(attempt))
-            case messages.DropCaches(record=record):
+            case messages.DropCaches(attempt=attempt, record=record, reopens=reopens):
                 application.drop_caches(record)
-                self._presence.show(policy_version=record.policy_version)
+                self._presence.note(policy_version=record.policy_version)
+                if reopens:
+                    self._reopen(AttemptId(attempt), record)
+                return messages.Done(tuple(self._log.drain()))
             case messages.ReopenGate(attempt=attempt, record=record):
                 self._reopen(AttemptId(attempt), record)
                 return messages.Done(tuple(self._log.drain()))

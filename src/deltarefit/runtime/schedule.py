@@ -69,7 +69,7 @@ class Schedule:
             replies = session.owners.command(self._build_command())
         for reply in replies:
             self._outcome.events.extend(reply.events)
-            self._outcome.crossed_nbytes += reply.crossed_nbytes
+            self._outcome.crossed_nbytes += reply.crossed_nbytes  # what is on its way is told with a later reply
         if guard.trouble is not None:
             raise guard.trouble
         for reply in replies:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 
-from deltarefit.errors import RejectedError, TransportError
+from deltarefit.errors import RefitError, RejectedError
 from deltarefit.ids import AttemptId, PayloadId
-from deltarefit.runtime.clock import Clock, Deadline, IdSource
+from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.relays import TimedRelaySender, relay_context
 from deltarefit.runtime.settings import PublisherSettings
@@ -15,10 +17,7 @@ from deltarefit.transport.relay import Peer
 
 __all__ = ["AttemptSender", "attempt_sender"]
 
-_LOOK_S = 0.25
-_STALL_S = 30.0
-"""A tree that takes no byte for so long has failed; dead relays are passed over within 10 s (``RelaySettings``)."""
-
+_LOG = logging.getLogger(__name__)
 OpenRelaySender = Callable[[Callable[[], Sequence[Peer]]], TimedRelaySender]
 
 
@@ -32,22 +31,22 @@ class AttemptSender:
         *,
         wrap: Callable[[PayloadSender], PayloadSender],
         log: EventLog,
-        clock: Clock,
     ) -> None:
         """``wrap`` adds retries and, in tests, faults, on either way."""
         self._to_store = wrap(to_store)
         self._open_relay = open_relay
         self._wrap = wrap
         self._log = log
-        self._clock = clock
         self._peers: tuple[Peer, ...] = ()
         self._relay: TimedRelaySender | None = None
         self._to_relay: PayloadSender | None = None
         self._relayed: set[AttemptId] = set()
-        self._crossed_before = 0
+        self._crossed = 0
+        self._cleaning: threading.Thread | None = None
 
     def begin(self, attempt: AttemptId, relays: Sequence[Peer]) -> None:
         """Payloads of this attempt go over these relays; without any, over the store."""
+        self._join_cleaning()
         self._peers = tuple(relays)
         if not relays:
             return
@@ -55,16 +54,17 @@ class AttemptSender:
             self._relay = self._open_relay(lambda: self._peers)
             self._to_relay = self._wrap(self._relay)
         self._relayed.add(attempt)
-        self._crossed_before = self._relay.sent_nbytes
 
     def is_relayed(self, attempt: AttemptId) -> bool:
         """Whether it goes over relays."""
         return attempt in self._relayed
 
-    @property
     def crossed_nbytes(self) -> int:
-        """Payload bytes that went to relays since the last ``begin``, repeated ones included."""
-        return 0 if self._relay is None else self._relay.sent_nbytes - self._crossed_before
+        """Payload bytes that went to relays since the last call, repeated ones included."""
+        if self._relay is None:
+            return 0
+        before, self._crossed = self._crossed, self._relay.sent_nbytes
+        return self._crossed - before
 
     def send(self, payload_id: PayloadId, data: bytes | memoryview) -> None:
         """See ``PayloadSender``."""
@@ -76,29 +76,6 @@ class AttemptSender:
         with self._log.stage("send", payload_id.attempt, nbytes=memoryview(data).nbytes, payload=str(payload_id)):
             self._to_store.send(payload_id, data)
 
-    def settle(self, attempt: AttemptId, poll: Callable[[], None]) -> None:
-        """Return once the tree has all of the attempt's payloads. The store has them when ``send`` returns.
-
-        Args:
-            attempt: which.
-            poll: called now and then; what it raises ends the wait.
-
-        Raises:
-            TransportError: the tree takes nothing any more, or a relay refused a payload.
-        """
-        relay = self._relay
-        if attempt not in self._relayed or relay is None:
-            return
-        moved, stall = relay.sent_nbytes, Deadline(self._clock, _STALL_S)
-        while not relay.wait_until_delivered(attempt, _LOOK_S):
-            poll()
-            if relay.sent_nbytes != moved:
-                moved, stall = relay.sent_nbytes, Deadline(self._clock, _STALL_S)
-            elif stall.expired:
-                raise TransportError(f"{attempt}: the relays took no byte for {_STALL_S:.0f} s: {self._named()}")
-        if trouble := relay.trouble(attempt):
-            raise TransportError(f"{attempt}: not everything was delivered by relay: {trouble}")
-
     def stop_and_wait(self, attempt: AttemptId) -> None:
         """See ``PayloadSender``."""
         if self._relay is not None and attempt in self._relayed:
@@ -108,19 +85,32 @@ class AttemptSender:
 
     def cleanup(self, attempt: AttemptId) -> None:
         """See ``PayloadSender``."""
-        if self._relay is not None and attempt in self._relayed:
-            self._relay.cleanup(attempt)
-            self._relay.forget([attempt])
+        relay = self._relay
+        if relay is not None and attempt in self._relayed:
             self._relayed.discard(attempt)
+            self._join_cleaning()
+            # Relays are told over connections of their own, which takes several round trips; nobody has to wait for it.
+            self._cleaning = threading.Thread(target=self._clean, args=(relay, attempt), name="deltarefit-clean", daemon=True)
+            self._cleaning.start()
         self._to_store.cleanup(attempt)
 
     def close(self) -> None:
         """End all connections."""
+        self._join_cleaning()
         if self._relay is not None:
             self._relay.close()
 
-    def _named(self) -> str:
-        return ", ".join(map(str, self._peers))
+    def _clean(self, relay: TimedRelaySender, attempt: AttemptId) -> None:
+        try:
+            relay.cleanup(attempt)
+            relay.forget([attempt])
+        except RefitError as error:
+            _LOG.warning("payloads of %s stay on relays for now: %s", attempt, error)
+
+    def _join_cleaning(self) -> None:
+        thread, self._cleaning = self._cleaning, None
+        if thread is not None:
+            thread.join()
 
 
 def attempt_sender(
@@ -153,4 +143,4 @@ def attempt_sender(
     def wrapped(inner: PayloadSender) -> PayloadSender:
         return RetryingSender(inner if wrap is None else wrap(inner), clock=clock)
 
-    return AttemptSender(ObjectStoreSender(store), open_relay, wrap=wrapped, log=log, clock=clock)
+    return AttemptSender(ObjectStoreSender(store), open_relay, wrap=wrapped, log=log)

@@ -43,6 +43,7 @@ __all__ = [
     "open_node_share",
     "receiver_feeds",
     "reception_settings",
+    "relay_pace",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -207,8 +208,14 @@ def delivery_limits(settings: ReceiverAgentSettings) -> DeliveryLimits:
 
 
 def busy_pace(store: RunStore, clock: Clock) -> Pace:
-    """How often to look into the store while an attempt is under way: five times as often as between attempts."""
+    """How often to look into the store while an attempt is under way: ten times as often as between attempts."""
     polling = MailboxSettings.for_store(store)
+    return Pace(clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s / 10)
+
+
+def relay_pace(clock: Clock) -> Pace:
+    """How often to look into the directory that is shared with the node's relay."""
+    polling = MailboxSettings()
     return Pace(clock, first_s=polling.first_poll_s, most_s=polling.max_poll_s / 5)
 
 

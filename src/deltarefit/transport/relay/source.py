@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RejectedError, TransportError
-from deltarefit.ids import PayloadId
+from deltarefit.ids import AttemptId, PayloadId
 from deltarefit.transport import keys
 from deltarefit.transport.base import Clock, check_payload
 from deltarefit.transport.relay.shelf import payload_path, readers_directory, taken_path, wanted_path
@@ -86,6 +86,16 @@ class RelaySource:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 wanted_path(path).touch(0o600)
         return None
+
+    def received_nbytes(self, attempt: AttemptId) -> int:
+        """Of the attempt's payloads that lie here now, whole or not: whoever watches this sees whether anything moves."""
+        folder = self._directory / Path(keys.payload_prefix(attempt)).relative_to(keys.ATTEMPTS)
+        total = 0
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat().st_size
+        return total
 
     def take(self, payload_id: PayloadId, *, nbytes: int) -> bytes:
         """The bytes of a payload that arrived, for receivers that learn its digest only later; else as ``fetch``.
