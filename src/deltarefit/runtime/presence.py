@@ -24,14 +24,20 @@ class Presence:
     ) -> None:
         """Give the first sign of life."""
         self._ids = ids
-        self._shown = Membership(nonce, engine, "", "", None)
+        self._shown = self._seen = Membership(nonce, engine, "", "", None)
         self._heartbeat = Heartbeat(
             Beacon(store, keys.member(name), nonce=nonce), lease, clock, lambda: encode_message(self._shown)
         )
 
     @property
     def shown(self) -> Membership:
+        """What the next beat shows."""
         return self._shown
+
+    @property
+    def seen(self) -> Membership:
+        """What others can see since the last ``show``."""
+        return self._seen
 
     @property
     def lease(self) -> LeaseSettings:
@@ -52,6 +58,7 @@ class Presence:
             changes["refusal"] = refusal[:_MAX_REFUSAL]
         self.note(**changes)
         self._heartbeat.show()
+        self._seen = self._shown
 
     def register_anew(self) -> None:
         """After the lease ran out: show a new incarnation, so that others take this receiver for a new one."""

@@ -285,7 +285,7 @@ class Receiver:
 
     @property
     def _is_joined(self) -> bool:
-        return bool(self._presence.shown.summary_digest)
+        return bool(self._presence.seen.summary_digest)
 
     # --- standing in the run ----------------------------------------------------------------------------------------
 
