@@ -419,3 +419,30 @@ def test_engines_come_and_go_while_training_goes_on(quick):
     assert (report.receivers, report.attempts) == (("rollout-1", "rollout-2", "rollout-3"), 1)
     quick.assert_equal()
     assert_nothing_is_left(quick.run)
+
+
+def test_a_refit_waits_for_receivers_that_come_back(tmp_path):
+    """The only receiver dies in the middle; started again, it takes part in the retry as the new one that it is."""
+    with Pair(tmp_path, num_receivers=0) as pair:
+        victim = attach(pair, Fused(pair.policy), "rollout")
+        plan = FaultPlan(lambda name: name.attempt.startswith("v000002"))
+
+        class Killing(FailingSender):
+            def send(self, payload_id, data):
+                if self.plan.strikes(payload_id):
+                    die(victim)
+                    threading.Timer(1.5 * LEASE_S, come_back).start()
+                self.inner.send(payload_id, data)
+
+        def come_back():
+            pair.models.append(Fused(Policy()))
+            pair.receivers.append(attach(pair, pair.models[0], "rollout"))
+
+        publisher = pair.publisher(settings=QUICK, wrap_sender=lambda sender: Killing(sender, plan))
+        perturb(pair.policy, 0)
+        publisher.refit()
+        perturb(pair.policy, 1)
+        report = publisher.refit()
+        assert (plan.fired, report.policy_version, report.attempts, report.receivers) == (1, 2, 2, ("rollout",))
+        pair.assert_equal()
+        assert_nothing_is_left(pair.run)

@@ -245,6 +245,8 @@ def _one_step(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Ra
     cluster.returning.clear()
     trained = _train(cluster, wire.Train(completions, corrupt, str(candidate)), victim)
     report = msgspec.json.decode(trained[0].report, type=RefitReport)
+    rejoined = tuple(sorted((cluster.returning | set(returned)) & set(report.receivers)))
+    cluster.returning.difference_update(report.receivers)  # who came back quickly took part in the retry
     damaged = sum(answer.faults_fired for answer in trained) > 0
     expected = tuple(sorted(child.role for child in cluster.serving))
     difference, same_text = _inspect(cluster, options, step, candidate, report.policy_version, rng)
@@ -264,7 +266,7 @@ def _one_step(cluster: _Cluster, options: DemoOptions, step: int, rng: random.Ra
         differing=difference.differing,
         receivers=report.receivers,
         killed=cluster.engines[victim].role if victim is not None else "",
-        rejoined=tuple(role for role in returned if role in report.receivers),
+        rejoined=rejoined,
     )
 
 
