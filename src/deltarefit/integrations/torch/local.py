@@ -80,6 +80,8 @@ class LocalTensor:
     """Where this rank's elements lie in their storage."""
     shard: Shard | None
     """None if this rank holds the whole tensor."""
+    is_dtensor: bool = False
+    """Whether the parameter itself knows that it is a shard."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,10 +95,10 @@ class LocalTensor:
         return onto_shard(pieces, self.shard.shape, self.shard.held, self.view)
 
     def whole_tensor(self) -> torch.Tensor:
-        """A copy of the whole tensor. Collective over the ranks that share it if it is sharded."""
+        """A copy of the whole tensor. Collective over the ranks that share it if it is a DTensor."""
         self.live()
         tensor = getattr(self.module, self.attribute).detach()
-        return tensor.clone() if self.shard is None else tensor.full_tensor()  # type: ignore[no-any-return]
+        return tensor.full_tensor() if self.is_dtensor else tensor.clone()  # type: ignore[no-any-return]
 
     def live(self) -> torch.Tensor:
         """This rank's part as it is now.
@@ -105,8 +107,8 @@ class LocalTensor:
             RejectedError: it changed shape, strides or dtype, or was gathered, since its facts were read.
         """
         tensor = getattr(self.module, self.attribute).detach()
-        if is_sharded(tensor) != (self.shard is not None):
-            now = "sharded" if self.shard is None else "gathered"
+        if is_sharded(tensor) != self.is_dtensor:
+            now = "gathered" if self.is_dtensor else "sharded"
             raise RejectedError(
                 f"tensor {self.name}: is {now} now and was not when the publisher was made; expected shards to be as they are "
                 "between steps. Reshard the module before the refit"
@@ -178,7 +180,7 @@ def local_tensors(
             shard = shard_of(name, tensor)
             part = local_part(tensor)
             _check_plain(name, part, needs_data=needs_data)
-            found[name] = LocalTensor(name, module, attribute, part.dtype, storage_view(part), shard)
+            found[name] = LocalTensor(name, module, attribute, part.dtype, storage_view(part), shard, is_sharded(tensor))
     return found
 
 
