@@ -60,6 +60,15 @@ def quick(tmp_path):
         yield pair
 
 
+def opened(pair, **options):
+    """A publisher whose first refit will meet every receiver."""
+    publisher = pair.publisher(**options)
+    for receiver in pair.receivers:
+        if receiver._thread is not None:
+            receiver.wait_joined(10.0)
+    return publisher
+
+
 def attach(pair, model, name, clock=None):
     gate = LocalGate()
     receiver = deltarefit.Receiver(
@@ -137,7 +146,7 @@ def test_a_failure_at_a_receiver_ends_the_attempt_before_the_owners_are_through(
 
 
 def test_a_dead_receiver_is_retired_and_its_restart_gets_what_it_lacks(quick):
-    publisher = quick.publisher(settings=QUICK)
+    publisher = opened(quick, settings=QUICK)
     perturb(quick.policy, 0)
     publisher.refit()
     die(quick.receivers[0])
@@ -198,7 +207,7 @@ def test_a_receiver_that_wakes_after_its_lease_fences_itself_and_comes_back(tmp_
 
 
 def test_an_engine_with_the_committed_weights_joins_and_serves_at_once(quick):
-    publisher = quick.publisher(settings=QUICK)
+    publisher = opened(quick, settings=QUICK)
     perturb(quick.policy, 0)
     publisher.refit()
     late = attach(quick, Fused(quick.policy), "late")
@@ -256,11 +265,11 @@ def test_a_trainer_that_dies_in_the_very_first_refit(tmp_path):
 
 
 def test_a_trainer_that_was_given_up_for_dead_stops(quick):
-    first = quick.publisher(settings=QUICK)
+    first = opened(quick, settings=QUICK)
     perturb(quick.policy, 0)
     first.refit()
     first._hold._heartbeat.close(say_goodbye=False)
-    second = quick.publisher(settings=QUICK)
+    second = opened(quick, settings=QUICK)
     perturb(quick.policy, 1)
     second.refit()
     quick.assert_equal()
@@ -288,7 +297,7 @@ def test_an_operator_aborts_a_refit_under_way(quick):
         holding.append(HoldingSender(sender, FaultPlan(lambda name: name.attempt.startswith("v000002-a1"))))
         return holding[0]
 
-    publisher = quick.publisher(settings=QUICK, wrap_sender=wrap)
+    publisher = opened(quick, settings=QUICK, wrap_sender=wrap)
     perturb(quick.policy, 0)
     publisher.refit()
     perturb(quick.policy, 1)
@@ -320,8 +329,10 @@ def test_an_operator_aborts_a_refit_under_way(quick):
 
 def test_a_refit_that_asked_for_a_person_goes_on_when_called_again(quick):
     plan = FaultPlan(lambda name: name.attempt.startswith("v000001"), times=2)
-    publisher = quick.publisher(
-        settings=msgspec.structs.replace(QUICK, max_attempts=2), wrap_sender=lambda sender: CorruptingSender(sender, plan)
+    publisher = opened(
+        quick,
+        settings=msgspec.structs.replace(QUICK, max_attempts=2),
+        wrap_sender=lambda sender: CorruptingSender(sender, plan),
     )
     perturb(quick.policy, 0)
     with pytest.raises(deltarefit.OperatorRequiredError, match="deltarefit status"):
@@ -334,8 +345,10 @@ def test_a_refit_that_asked_for_a_person_goes_on_when_called_again(quick):
 
 def test_an_abort_that_nobody_saw_does_not_stop_the_next_refit(quick):
     plan = FaultPlan(times=1)
-    publisher = quick.publisher(
-        settings=msgspec.structs.replace(QUICK, max_attempts=1), wrap_sender=lambda sender: CorruptingSender(sender, plan)
+    publisher = opened(
+        quick,
+        settings=msgspec.structs.replace(QUICK, max_attempts=1),
+        wrap_sender=lambda sender: CorruptingSender(sender, plan),
     )
     perturb(quick.policy, 0)
     with pytest.raises(deltarefit.OperatorRequiredError):
@@ -403,7 +416,7 @@ def test_owners_that_could_not_take_the_candidate_over_try_again_or_start_anew(t
 
 
 def test_engines_come_and_go_while_training_goes_on(quick):
-    publisher = quick.publisher(settings=QUICK)
+    publisher = opened(quick, settings=QUICK)
     perturb(quick.policy, 0)
     assert publisher.refit().receivers == ("rollout-0", "rollout-1")
     quick.receivers[0].close()
