@@ -89,8 +89,8 @@ constexpr int MAX_AXES = 64;
 // A table of normalised pieces: for each [axes, canonical offset, storage offset, then (length, canonical stride, storage
 // stride) per axis], all in elements. Python checked it: no piece is empty and every position lies inside its storage.
 struct PieceView {
-  i64 naxes, canonical, storage;
-  const i64* axes;
+  i64 naxes = 0, canonical = 0, storage = 0;
+  const i64* axes = nullptr;
   i64 length(i64 axis) const { return axes[3 * axis]; }
   i64 canonical_stride(i64 axis) const { return axes[3 * axis + 1]; }
   i64 storage_stride(i64 axis) const { return axes[3 * axis + 2]; }
@@ -107,18 +107,21 @@ struct PieceView {
 };
 
 static inline const i64* read_piece(const i64* table, PieceView& piece) {
-  piece = {table[0], table[1], table[2], table + 3};
+  piece.naxes = table[0];
+  piece.canonical = table[1];
+  piece.storage = table[2];
+  piece.axes = table + 3;
   return table + 3 + 3 * table[0];
 }
 
 // Walks the runs of one piece. A run is a stretch of consecutive flat indices: the innermost axis if its canonical stride is 1,
 // else a single element.
 struct RunCursor {
-  PieceView piece;
-  i64 outer;                      // axes that are stepped from run to run
-  i64 length, stride;             // elements of a run and their step in storage
+  PieceView piece{};
+  i64 outer = 0;                   // axes that are stepped from run to run
+  i64 length = 0, stride = 0;      // elements of a run and their step in storage
   i64 index[MAX_AXES];
-  i64 canonical, storage;         // of the current run's first element
+  i64 canonical = 0, storage = 0;  // of the current run's first element
 
   void open(const PieceView& view) {
     piece = view;

@@ -1,6 +1,6 @@
 // The compiled half of deltarefit.kernels: hot loops over stored bits, loaded with ctypes (so the interpreter lock is free).
 //
-//   scan.inc    compare a shard with its baseline, emit locations and value planes of what differs
+//   scan.inc    compare a shard with its baseline (detect.inc), emit locations and value planes of what differs (emit.inc)
 //   apply.inc   decode an item and change storage through pieces
 //   digest.inc  the position-keyed digest over pieces
 //   common.h    types, digest keys, walkers over tables of pieces, the structures of each call
@@ -26,9 +26,9 @@
 #define TARGET
 namespace deltarefit {
 namespace portable {
+#include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
-#include "digest.inc"
 }  // namespace portable
 }  // namespace deltarefit
 #undef TARGET
@@ -40,9 +40,9 @@ namespace portable {
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
 namespace deltarefit {
 namespace avx2 {
+#include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
-#include "digest.inc"
 }  // namespace avx2
 }  // namespace deltarefit
 #undef TARGET
@@ -52,9 +52,9 @@ namespace avx2 {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx2,bmi,bmi2,popcnt,lzcnt")))
 namespace deltarefit {
 namespace avx512 {
+#include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
-#include "digest.inc"
 }  // namespace avx512
 }  // namespace deltarefit
 #undef TARGET
@@ -104,8 +104,9 @@ API i64 deltarefit_best_isa() {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
                     __builtin_cpu_supports("popcnt");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi2");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vbmi2");
   return avx2 && avx512 ? 3 : avx2 ? 2 : 1;
 #else
   return 1;
