@@ -143,7 +143,11 @@ class Publisher:
         self._is_closed = False
         self._busy = threading.Lock()
         together(collective, f"taking run {run}", self._take_run)
-        record = self._share_record()
+        try:
+            record = self._share_record()
+        except BaseException:
+            self.close()
+            raise
         worker.take_baseline(record.baseline)
         self._policy_version: int = record.policy_version
 
@@ -170,9 +174,26 @@ class Publisher:
             OperatorRequiredError: retries cannot repair it; the text names the command to run.
         """
         self._source.adapter.barrier()
-        report = msgspec.json.decode(self._decide("refit", self._transition), type=RefitReport)
-        self._policy_version = report.policy_version
-        return report
+        self._enter("refit")
+        return self._refit(Delivery.SYNCHRONOUS)
+
+    def publish(self) -> RefitHandle:
+        """Carry the model's present weights to every receiver in the background; engines serve until all of it has arrived.
+
+        Until the handle is done the parameters must not change: compute with them as you like, but call ``handle.wait()``
+        before the next optimizer step. A step of a torch optimizer on them is refused until then; other writes are found when
+        the version is committed, and end in OperatorRequiredError. Every training rank must call it, and nothing else on this
+        publisher until its handle is done.
+
+        Raises:
+            RejectedError: another call is under way.
+        """
+        self._source.adapter.barrier()
+        self._enter("publish")
+        target = self._policy_version + 1
+        why = f"policy version {target} is being published; call handle.wait() before the next optimizer step"
+        self._steps.refuse(why)
+        return RefitHandle(target, lambda: self._refit(Delivery.ASYNCHRONOUS), self._owners.progress)
 
     def audit(self) -> AuditReport:
         """Have every receiver prove from the bits it holds now that they are the committed policy's. Changes nothing.
@@ -184,6 +205,7 @@ class Publisher:
             RejectedError: a refit is unfinished, or no receiver joined; the text says what to do.
             CommitConflictError: another coordinator took the run over; stop.
         """
+        self._enter("audit")
         return msgspec.json.decode(self._decide("audit", self._audit), type=AuditReport)
 
     def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
@@ -285,15 +307,24 @@ class Publisher:
 
     # --- one refit on rank 0 ----------------------------------------------------------------------------------------
 
-    def _decide(self, what: str, work: Callable[[], msgspec.Struct]) -> bytes:
-        """Have rank 0 do it while the others follow; its report, as JSON, or its failure on every rank."""
+    def _enter(self, what: str) -> None:
+        """Begin a call; ``_decide`` ends it."""
         if self._is_closed:
             raise RejectedError(f"{what} on a closed Publisher; make a new one")
         if not self._busy.acquire(blocking=False):
-            raise RejectedError(f"{what} while another call on this Publisher is under way; one at a time")
+            raise RejectedError(f"{what} while another call on this Publisher is under way; wait for its handle first")
+
+    def _refit(self, delivery: Delivery) -> RefitReport:
+        report = msgspec.json.decode(self._decide("refit", lambda: self._transition(delivery)), type=RefitReport)
+        self._policy_version = report.policy_version
+        return report
+
+    def _decide(self, what: str, work: Callable[[], msgspec.Struct]) -> bytes:
+        """Have rank 0 do it while the others follow; its report, as JSON, or its failure on every rank."""
         try:
             end = self._lead(what, work) if self._collective.rank == 0 else self._owners.follow()
         finally:
+            self._steps.allow()
             self._busy.release()
         if end.failure is not None:
             raise end.failure.error()
@@ -321,7 +352,7 @@ class Publisher:
         self._await_receivers(session)
         return audit(session, self._record(session))
 
-    def _transition(self) -> RefitReport:
+    def _transition(self, delivery: Delivery) -> RefitReport:
         hold, session = self._hold, self._session
         if hold is None or session is None:
             raise RejectedError("refit without a run; make a new Publisher")
@@ -331,7 +362,7 @@ class Publisher:
         self._end_unfinished(session, state, alone=False)
         self._await_receivers(session)
         state = self._without_abort(session, self._record(session))
-        session.begin(state)
+        session.begin(state, delivery)
         coordinator = Coordinator(session)
         unfinished = state.transition is not None
         finish = self._drive(
@@ -341,7 +372,7 @@ class Publisher:
         self._raise_unless_committed(finish)
         hold.announce(finish.record)
         hold.sweep(session.members.long_gone())
-        return self._report(session, coordinator.outcome, finish)
+        return make_report(session, coordinator.outcome, finish, self.observers)
 
     def _without_abort(self, session: Session, state: ControlState) -> ControlState:
         """An operator aborted an earlier refit while nobody was there to see it: that one is over, this one repairs."""
@@ -377,32 +408,3 @@ class Publisher:
                 )
             case _:
                 raise CommitConflictError(f"another coordinator owns {self._store.url}: {causes}; stop this trainer")
-
-    def _report(self, session: Session, outcome: Outcome, finish: commands.Finish) -> RefitReport:
-        shifts = session.axis.shifts()
-        reported: list[StageEvent] = [*outcome.events, *session.log.drain()]
-        happened = on_axis(reported, shifts)
-        spent_s = stage_seconds(happened)
-        report = RefitReport(
-            policy_version=finish.record.policy_version,
-            attempts=finish.num_attempts,
-            changed_elements=outcome.changed_elements,
-            total_elements=session.catalog.num_elements,
-            payloads=outcome.payloads,
-            payload_nbytes=outcome.payload_nbytes,
-            sent_nbytes=outcome.sent_nbytes,
-            checkpoint_nbytes=session.catalog.nbytes,
-            stage_s={stage: seconds for stage, seconds in spent_s.items() if stage != "pause"},
-            refit_s=outcome.t1_s - outcome.t0_s,
-            policy_digest=digest_of_digests(outcome.digests),
-            audited=outcome.audited,
-            receivers=tuple(outcome.receivers),
-            covered=outcome.covered,
-            failures=finish.causes,
-            bounds=lower_bounds(happened),
-            pause_s=spent_s.get("pause", 0.0),
-            cross_nbytes=outcome.crossed_nbytes + sum(event.nbytes for event in happened if event.stage == "fetch"),
-            transport=outcome.transport,
-        )
-        self.observers.refit(report, reported, shifts)
-        return report
