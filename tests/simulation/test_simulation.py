@@ -24,12 +24,14 @@ def reports():
     return list(run_seeds(range(NUM_SEEDS)))
 
 
+@pytest.mark.slow
 def test_every_seed_ends_bit_equal_and_its_faults_fired(reports, say):
     assert all(report.fired for report in reports)
     assert all(report.tally.commits >= 2 for report in reports)
     say(summary(reports))
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_fired(reports):
     fired = Counter()
     for report in reports:
@@ -37,6 +39,7 @@ def test_every_kind_of_fault_fired(reports):
     assert set(fired) == set(KINDS)
 
 
+@pytest.mark.slow
 def test_the_seeds_reach_what_they_are_meant_to_reach(reports):
     """Takeovers, restarts, aborts and jobs that lost the run all happen; a simulation without them proves little."""
     ends = [end for report in reports for end in report.tally.ends]
