@@ -25,6 +25,8 @@ def _show(result: Mapping[str, Any]) -> None:
             columns = list(rows[0])
             print_table(columns, [[_cell(row.get(column)) for column in columns] for row in rows], title=title)
             click.echo()
+        elif isinstance(rows, dict):
+            print_table([title, ""], [[name, _cell(value)] for name, value in rows.items()])
         elif not isinstance(rows, list):
             click.echo(f"{title}: {rows}")
 
@@ -55,6 +57,8 @@ _BENCHES: Sequence[tuple[str, str, str]] = (
         "Seconds of scan, owner side, receiver side, digest: against memcpy and against reading the input.",
         "bench_kernels",
     ),
+    ("construct", "Seconds and bytes of building deltas: the paper's modes X, P and F, and ours.", "bench_construct"),
+    ("offline", "Deltas between checkpoints beside zstd and xdelta3: bytes and seconds.", "bench_offline"),
     ("apply", "Compiled apply against the scratch-and-loader path, and its cost as the model grows.", "bench_apply"),
     ("peers", "The same refit by vLLM's own sparse weight patches: which parameters each leaves wrong.", "bench_vllm_sparse"),
 )

@@ -24,7 +24,17 @@ from deltarefit.payload.frames import pack_plane
 from deltarefit.pieces import Piece, whole
 from deltarefit.records import CodedItem, DeltaRecords, Encoding
 
-__all__ = ["REFERENCE_ZSTD", "TABLE2_NBYTES", "WeightChange", "floor_nbytes", "paper_nbytes", "payload_nbytes", "run"]
+__all__ = [
+    "REFERENCE_ZSTD",
+    "TABLE2_NBYTES",
+    "WeightChange",
+    "changed_words",
+    "floor_nbytes",
+    "paper_nbytes",
+    "payload_nbytes",
+    "rounded_to_bfloat16",
+    "run",
+]
 
 REFERENCE_ZSTD = "1.5.7"
 """The library whose bytes the paper's Table 2 was checked against."""
@@ -213,18 +223,24 @@ def _synthetic(num_items: int, item_elements: int, rate: float, seed: int) -> It
     """Standard normals in bf16; elements drawn at this rate are multiplied by 1 + 0.01 z, and drawn again until they differ."""
     for number in range(num_items):
         rng = np.random.default_rng((seed, number))
-        old = _bfloat16(rng.standard_normal(item_elements, np.float32))
-        new = old.copy()
-        pending = np.flatnonzero(rng.random(item_elements, np.float32) < rate)
-        while pending.size:
-            factors = 1 + np.float32(_RELATIVE_CHANGE) * rng.standard_normal(pending.size, np.float32)
-            new[pending] = _bfloat16((old[pending].astype(np.uint32) << 16).view(np.float32) * factors)
-            # Zeros stay zero however often they are multiplied.
-            pending = pending[(new[pending] == old[pending]) & (old[pending] << 1 != 0)]
+        old = rounded_to_bfloat16(rng.standard_normal(item_elements, np.float32))
+        new = changed_words(old, rate, rng)
         yield WeightChange(TensorSpec(f"model.layers.{number}.mlp.up_proj.weight", "BF16", (item_elements,)), old, new)
 
 
-def _bfloat16(values: NDArray[np.float32]) -> Words:
+def changed_words(old: Words, rate: float, rng: np.random.Generator) -> Words:
+    """bfloat16 words of which those drawn at this rate are multiplied by 1 + 0.01 z, and drawn again until they differ."""
+    new = old.copy()
+    pending = np.flatnonzero(rng.random(old.size, np.float32) < rate)
+    while pending.size:
+        factors = 1 + np.float32(_RELATIVE_CHANGE) * rng.standard_normal(pending.size, np.float32)
+        new[pending] = rounded_to_bfloat16((old[pending].astype(np.uint32) << 16).view(np.float32) * factors)
+        # Zeros stay zero however often they are multiplied.
+        pending = pending[(new[pending] == old[pending]) & (old[pending] << 1 != 0)]
+    return new
+
+
+def rounded_to_bfloat16(values: NDArray[np.float32]) -> Words:
     """Rounded to nearest, ties to even. Finite values only."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype("<u2")
