@@ -168,6 +168,22 @@ def test_a_key_in_memory_reaches_the_ranks_and_stays_nowhere(fake_llm, tmp_path)
     engine.close()
 
 
+@pytest.mark.parametrize("verify_writes", [False, True])
+def test_the_check_after_each_write_is_asked_for_when_the_driver_introduces_itself(fake_llm, tmp_path, verify_writes) -> None:
+    asked = {}
+
+    def init(request: dict) -> None:
+        asked.update(request["init_info"])
+        request["init_info"].pop("verify_writes", None)
+        type(fake_llm).init_weight_transfer_engine(fake_llm, request)
+
+    fake_llm.init_weight_transfer_engine = init
+    engine = VllmEngine(fake_llm, directory=tmp_path, verify_writes=verify_writes)
+    engine.prewarm(CATALOG)
+    assert asked.get("verify_writes", False) is verify_writes
+    engine.close()
+
+
 def test_a_payload_may_be_a_file_which_is_left_alone(engine, tmp_path) -> None:
     path = tmp_path.parent / f"{tmp_path.name}.payload"
     path.write_bytes(payload())

@@ -167,6 +167,7 @@ def session(tmp_path_factory, policies) -> dict:
         server.wait_ready()
         program = str(Path(sysconfig.get_path("scripts"), "deltarefit"))
         beside = [program, "receiver", "--run", run, "--engine", server.url, "--in-flight", "keep", "--name", "rollout-0"]
+        beside.append("--verify-writes")
         receiver = Process(work / "receiver.log", beside)
         stack.callback(receiver.stop)
         shown = {"before": server.checksums(), **train(model, policies, run, server, receiver)}

@@ -32,9 +32,12 @@ __all__ = ["receiver"]
     default=None,
     help="A file with the run's secret, if it has one.",
 )
+@click.option("--verify-writes", is_flag=True, help="Check every write after it was made.")
 @click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
 @guarded
-def receiver(*, run: str, engine: str, name: str | None, in_flight: str, key_file: Path | None, lease_s: float) -> None:
+def receiver(
+    *, run: str, engine: str, name: str | None, in_flight: str, key_file: Path | None, verify_writes: bool, lease_s: float
+) -> None:
     """Keep a running vLLM server at a run's committed policy version, until interrupted.
 
     Start the server with --weight-transfer-config '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1, from the checkpoint
@@ -48,7 +51,7 @@ def receiver(*, run: str, engine: str, name: str | None, in_flight: str, key_fil
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     driver: Any = importlib.import_module("deltarefit.integrations.vllm").VllmEngine(
-        engine, in_flight=in_flight, key_file=key_file
+        engine, in_flight=in_flight, key_file=key_file, verify_writes=verify_writes
     )
     agent = Receiver(driver, run=run, name=name, settings=ReceiverAgentSettings(lease_s=lease_s))
     click.echo(f"receiver {agent.name} for {engine}, run {run}", err=True)

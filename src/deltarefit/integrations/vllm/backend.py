@@ -33,6 +33,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """The driver's name; operations of any other driver are refused."""
     key_file: str = ""
     """File of the run's key, if it has one. The key itself never travels in a call."""
+    verify_writes: bool = False
+    """Check every write after it was made."""
 
 
 @dataclass
@@ -55,17 +57,20 @@ class DeltarefitBackend(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._verify_writes = False
         self._endpoint = RankEndpoint(rank, parallel.world_size * parallel.data_parallel_size, self._make_operations)
 
     def _make_operations(self, key: bytes | None) -> RankOperations:
         check_layout(self.model)
         parallel = self.parallel_config
         tag = f"vllm {vllm.__version__}, rank {parallel.rank} of {parallel.world_size}"
-        receiver = RankReceiver(self.model, self.model.load_weights, settings=ReceiverSettings(layout_tag=tag))
+        settings = ReceiverSettings(layout_tag=tag, verify_writes=self._verify_writes)
+        receiver = RankReceiver(self.model, self.model.load_weights, settings=settings)
         return RankOperations(self.model, receiver, check=check_layout, key=key)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meet a driver. A second one replaces the first, as after a restart of the receiver beside a running server."""
+        self._verify_writes = init_info.verify_writes
         self._endpoint.meet(init_info.directory, init_info.session, init_info.key_file)
 
     def start_weight_update(self) -> None:

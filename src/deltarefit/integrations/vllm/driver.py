@@ -44,6 +44,7 @@ class VllmEngine:
         directory: Path | None = None,
         key_file: Path | None = None,
         key: bytes | None = None,
+        verify_writes: bool = False,
         call_timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
         request_gate: RequestGate | None = None,
@@ -53,7 +54,8 @@ class VllmEngine:
 
         ``in_flight`` says what becomes of running requests; ``directory`` is where to make the exchange directory (default:
         shared memory, else the temporary directory); ``key_file`` holds the run's key, if it has one, or ``key`` is
-        the key itself, handed to the ranks through a private file that is removed at once; ``call_timeout_s`` bounds each call
+        the key itself, handed to the ranks through a private file that is removed at once; ``verify_writes`` has ranks check
+        every write after it was made, at about the cost of another read of the changes; ``call_timeout_s`` bounds each call
         except the wait for running requests.
         """
         self.request_gate: RequestGate = request_gate if request_gate is not None else LocalGate()
@@ -63,6 +65,7 @@ class VllmEngine:
         self._parent = directory
         self._key_file = key_file
         self._key = key
+        self._verify_writes = verify_writes
         self._call_timeout_s = call_timeout_s
         self._ids = ids if ids is not None else RandomIds()
         self._exchange: Exchange | None = None
@@ -191,11 +194,13 @@ class VllmEngine:
         if self._key is not None:
             key_file = exchange.directory / "key"  # the directory is readable by this user only
             key_file.write_bytes(self._key)
-        info = {
+        info: dict[str, Any] = {
             "directory": str(exchange.directory),
             "session": exchange.session,
             "key_file": str(key_file) if key_file is not None else "",
         }
+        if self._verify_writes:
+            info["verify_writes"] = True
         try:
             _translated("init_weight_transfer_engine", lambda: self._calls.init(info))
             self._results(exchange, 0, None)
