@@ -2,7 +2,8 @@
 
 Owners, receivers, coordinators and the control record run in one thread over a network that loses, doubles, delays, disorders
 and parts; nodes crash, freeze and restart at any message and between any two effects, as the seed says. The end state is
-compared bit for bit with the dense result, invariants are checked at every step, and a seed replays exactly.
+compared bit for bit with the dense result, invariants are checked at every step, and a seed replays exactly. Half of the seeds
+deliver synchronously, half asynchronously.
 """
 
 from deltarefit.testing.simulation.cluster import Cluster, ViolationError

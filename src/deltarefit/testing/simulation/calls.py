@@ -10,9 +10,9 @@ from deltarefit.plan import RefitPlan
 from deltarefit.protocol import CommitRecord, EndMarker, PrepareAttempt
 
 __all__ = [
-    "Beat", "Build", "CommitBaseline", "Deliver", "Digests", "DropCaches", "Ended", "Flush", "OpenApply", "OwnerEnded",
-    "Prepare", "ReadBeats", "ReadRecord", "Rebase", "Release", "ReopenGate", "Stop", "StopSending", "Survey", "SwapRecord",
-    "ToReceiver",
+    "Beat", "Build", "CommitBaseline", "ConfirmArrival", "Deliver", "Digests", "DropCaches", "Ended", "Flush", "OpenApply",
+    "OwnerEnded", "Prepare", "ReadBeats", "ReadRecord", "Rebase", "Release", "ReopenGate", "Stop", "StopSending", "Survey",
+    "SwapRecord", "ToReceiver",
 ]  # fmt: skip
 
 
@@ -66,6 +66,14 @@ class OpenApply:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfirmArrival:
+    """Asynchronous delivery: answers once everything that was sent is staged."""
+
+    attempt: AttemptId
+    markers: tuple[EndMarker, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Flush:
     """Answers: digests of what is held, once everything is applied."""
 
@@ -96,7 +104,7 @@ class ToReceiver:
 
     epoch: int
     incarnation: str
-    body: Survey | Prepare | OpenApply | Flush | Stop | DropCaches | ReopenGate
+    body: Survey | Prepare | ConfirmArrival | OpenApply | Flush | Stop | DropCaches | ReopenGate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from deltarefit.errors import RefitError
 from deltarefit.ids import BaselineId, PayloadId
-from deltarefit.protocol import ControlState, LeaseSettings
+from deltarefit.protocol import ControlState, Delivery, LeaseSettings
 from deltarefit.protocol import commit as rules
 from deltarefit.testing.simulation.coordinator_node import CoordinatorNode
 from deltarefit.testing.simulation.faults import FaultPlan
@@ -51,13 +51,23 @@ class Tally:
 class Cluster:
     """Builds the nodes and watches them."""
 
-    def __init__(self, seed: int, faults: FaultPlan, *, noise: tuple[float, float], audits: bool, mutant: str = "") -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: FaultPlan,
+        *,
+        noise: tuple[float, float],
+        audits: bool,
+        is_async: bool = False,
+        mutant: str = "",
+    ) -> None:
         self.world = World(seed)
         self.network = Network(self.world, faults)
         self.network.loss, self.network.doubling = noise
         self.tally = Tally()
         self.faults = faults
         self._audits = audits
+        self._delivery = Delivery.ASYNCHRONOUS if is_async else Delivery.SYNCHRONOUS
         self._mutant = mutant
         self._random = Random(seed + 1)
         self._candidates: dict[BaselineId, bytes] = {}
@@ -155,6 +165,7 @@ class Cluster:
             job,
             LEASE,
             audits=self._audits,
+            delivery=self._delivery,
             on_end=self._on_end,
             on_refit=self._on_refit,
             mutant=self._mutant,

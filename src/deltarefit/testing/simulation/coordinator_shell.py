@@ -53,6 +53,7 @@ class CoordinatorShell(Node):
         lease: LeaseSettings,
         *,
         audits: bool,
+        delivery: Delivery,
         on_end: Callable[[Node, str], None],
         on_refit: Callable[[Node], None],
         mutant: str = "",
@@ -62,6 +63,7 @@ class CoordinatorShell(Node):
         self.has_ended = False
         self._lease = lease
         self._audits = audits
+        self._delivery = delivery
         self._on_end = on_end
         self._on_refit = on_refit
         self._mutant = mutant
@@ -135,7 +137,7 @@ class CoordinatorShell(Node):
             is_dense=bound.command.is_dense or member not in self._settled,
             candidate=self.job.candidate,
             owners=tuple(self.job.owner_ids),
-            delivery=Delivery.SYNCHRONOUS,
+            delivery=self._delivery,
         )
 
     def _survey(self, required: Mapping[ReceiverId, Member], *, is_retry: bool) -> Steps:
@@ -154,18 +156,28 @@ class CoordinatorShell(Node):
         if bound is None:
             raise RejectedError(f"{self.name}: no attempt is bound")
         starts, self._num_schedules = self._num_schedules == 0, self._num_schedules + 1
+        is_gate_closed = self._delivery is Delivery.SYNCHRONOUS
         try:
-            opening = [self._to(member, calls.OpenApply(bound.attempt), _CALL_S) for member in bound.required.values()]
             building = self.job.build(self, self._build(bound, starts))
-            yield from self._gather([*opening, *building], bound)
+            if self._delivery is Delivery.SYNCHRONOUS:
+                yield from self._gather([*self._post(bound, calls.OpenApply(bound.attempt)), *building], bound)
+            else:
+                yield from self._gather(building, bound)
             markers = tuple(one.value.marker for one in building)
+            if self._delivery is Delivery.ASYNCHRONOUS:
+                yield from self._gather(self._post(bound, calls.ConfirmArrival(bound.attempt, markers)), bound)
+                is_gate_closed = True
+                yield from self._gather(self._post(bound, calls.OpenApply(bound.attempt)), bound)
             candidate = sum_digests(one.value.digests for one in building)
             acknowledged = yield from self._flush(bound, calls.Flush(bound.attempt, markers), candidate)
         except CommitConflictError:
             raise
         except RefitError as error:
-            return events.AttemptFailed(reason=str(error))
+            return events.AttemptFailed(reason=str(error), gate_closed=is_gate_closed)
         return events.Flushed(acknowledged=acknowledged, policy_digest=digest_of_digests(candidate))
+
+    def _post(self, bound: _Bound, body: Any) -> list[Future]:
+        return [self._to(member, body, _CALL_S) for member in bound.required.values()]
 
     def _build(self, bound: _Bound, starts_transition: bool) -> calls.Build:
         return calls.Build(

@@ -30,7 +30,7 @@ from deltarefit.transport import payload_digest
 __all__ = ["ReceiverNode", "Shown"]
 
 _POLL_S = 0.05
-_SETTINGS = ReceptionSettings(queue_slots=2)
+_SETTINGS = ReceptionSettings(queue_slots=2, staging_limit_nbytes=400)
 
 
 class Shown:
@@ -197,6 +197,9 @@ class ReceiverNode(Node):
                     reception.open_apply(attempt)
                     self._kick()
                 return True
+            case calls.ConfirmArrival(attempt=attempt, markers=markers):
+                reception.check_arrivals(attempt, markers)
+                return True
             case calls.Flush():
                 return self._flush(body)
             case calls.Stop(attempt=attempt):
@@ -260,7 +263,7 @@ class ReceiverNode(Node):
         except PayloadInvalidError as error:
             reception.fail(body.attempt, str(error))
             return "invalid"
-        if verdict is Verdict.QUEUE:
+        if verdict in (Verdict.QUEUE, Verdict.STAGE, Verdict.SPILL):
             self._queued[name] = found
             if self._mutant == "apply in arrival order" and reception.phase is Phase.APPLYING:
                 self._write(name, found)
@@ -276,7 +279,7 @@ class ReceiverNode(Node):
     def _apply(self) -> Generator[Future, Any, None]:
         """Write what is next in the declared order, for as long as it is here and allowed."""
         reception = self.reception
-        while self._may_write(reception) and (name := reception.take()) is not None:
+        while self._may_write(reception) and (name := self._next(reception)) is not None:
             self._is_writing = True
             yield self.sleep(self.world.random.uniform(0.0, 0.02))
             self.effect("write")
@@ -295,6 +298,13 @@ class ReceiverNode(Node):
                 progress, self._progress = self._progress, Future()
                 progress.resolve()
             self.effect("written")
+
+    @staticmethod
+    def _next(reception: Reception) -> PayloadId | None:
+        """Decode what is staged, as far as there are slots, then take what is next."""
+        while reception.next_to_decode() is not None:
+            continue
+        return reception.take()
 
     def _may_write(self, reception: Reception) -> bool:
         return reception is self.reception and not self._is_writing and self._fence.may_act(self.world.now_s)

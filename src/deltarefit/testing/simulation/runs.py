@@ -63,7 +63,8 @@ def run_seed(seed: int, mutant: str = "") -> SeedReport:
         kinds=MUTANTS.get(mutant, KINDS),
     )
     audits = random.random() < 0.5 and not mutant
-    cluster = Cluster(seed, faults, noise=noise, audits=audits, mutant=mutant)
+    is_async = random.random() < 0.5 and mutant != "apply in arrival order"
+    cluster = Cluster(seed, faults, noise=noise, audits=audits, is_async=is_async, mutant=mutant)
     cluster.run()
     if not faults.fired:
         raise ViolationError(f"seed {seed}: none of the planned faults fired: {faults.planned}")
