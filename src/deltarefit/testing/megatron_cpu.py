@@ -1,8 +1,8 @@
 """Megatron models on the CPU, without CUDA or TransformerEngine: for tests and the demo only.
 
 ``prepare`` must be called before anything is imported from ``megatron``. It changes what other libraries see of torch in this
-process, so never call it in a training job. Checked with megatron-core 0.19.2 and megatron-bridge 0.6.2 on Python 3.11 and torch
-2.13; the versions are pinned in ``requirements/megatron.txt``.
+process, so never call it in a training job. Checked with megatron-core 0.19.2 and megatron-bridge 0.6.2 on Python 3.11 and
+torch 2.13; the versions are pinned in ``requirements/megatron.txt``.
 """
 
 from __future__ import annotations
@@ -131,9 +131,8 @@ def _hybrid_layers(config: Any = None) -> Any:
 
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.post_training.modelopt.hybrid import model_specs
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     del config
     tensor_parallel_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
