@@ -6,22 +6,24 @@ The choice follows the module that the object's class comes from; it never looks
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
 from deltarefit.source import Collective, SourceAdapter
 
 __all__ = [
+    "WriteGuard",
     "catalog_of_checkpoint",
     "catalog_of_config",
     "engine_integration",
     "set_options",
     "source_adapter",
     "source_integration",
+    "write_guard",
 ]
 
 _ENGINES: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang"}
@@ -113,3 +115,38 @@ def catalog_of_checkpoint(path: Path) -> Catalog:
 
 def _has_sharded_parameter(model: Any) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+class WriteGuard(Protocol):
+    """Keeps a model from being changed while it is published in the background."""
+
+    count_writes: Callable[[], object] | None
+    """Tells two moments apart if the framework wrote to a parameter between them; None: it does not count."""
+
+    def refuse(self, why: str) -> None:
+        """Until ``allow``, let optimizer steps over the model fail."""
+
+    def allow(self) -> None:
+        """Let them go on. May be called again."""
+
+
+class _NoGuard:
+    """For frameworks that offer no hook: changes are found by comparing, at the commit."""
+
+    count_writes: Callable[[], object] | None = None
+
+    def refuse(self, why: str) -> None: ...
+
+    def allow(self) -> None: ...
+
+
+def write_guard(model: Any) -> WriteGuard:
+    """The guard of the integration that knows the model, if there is one."""
+    try:
+        make = getattr(source_integration(model), "write_guard", None)
+    except RejectedError:
+        make = None
+    if make is None:
+        return _NoGuard()
+    guard: WriteGuard = make(model)
+    return guard

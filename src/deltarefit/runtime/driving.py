@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Never
 
-from deltarefit.errors import OperatorRequiredError
-from deltarefit.protocol import TransitionMachine, TransitionSettings, commands, events
+from deltarefit.errors import CommitConflictError, OperatorRequiredError, RejectedError
+from deltarefit.protocol import TransitionMachine, TransitionOutcome, TransitionSettings, commands, events
 from deltarefit.runtime.coordinator import Coordinator
 
-__all__ = ["drive"]
+__all__ = ["drive", "expect_recovered", "raise_unless_committed"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def drive(coordinator: Coordinator, started: events.Started, *, max_attempts: int, run: str) -> commands.Finish:
@@ -46,3 +49,37 @@ def _ask(command: commands.AskOperator, run: str) -> Never:
         f"{run}', mend the cause, then call refit() again: it ends what was left open and sends every element. To give the "
         f"refit up instead: 'deltarefit abort --run {run} --reason ...', then refit()"
     )
+
+
+def raise_unless_committed(finish: commands.Finish, run: str) -> None:
+    """Turn another end of a refit than a commit into the error that says what to do."""
+    causes = "; ".join(finish.causes)
+    match finish.outcome:
+        case TransitionOutcome.COMMITTED:
+            return
+        case TransitionOutcome.REJECTED:
+            raise RejectedError(causes)
+        case TransitionOutcome.ABORTED:
+            raise OperatorRequiredError(
+                f"the refit was aborted: {causes}; policy version {finish.record.policy_version} stays committed. "
+                "Receivers whose request gate was closed keep it closed until the next refit(), which sends every element"
+            )
+        case _:
+            raise CommitConflictError(f"another coordinator owns {run}: {causes}; stop this trainer")
+
+
+def expect_recovered(finish: commands.Finish, attempt: str, run: str) -> None:
+    """What was left open has ended.
+
+    Raises:
+        CommitConflictError: another coordinator took the run over meanwhile.
+    """
+    match finish.outcome:
+        case TransitionOutcome.RECOVERED:
+            return
+        case TransitionOutcome.ABORTED:
+            _LOG.warning("attempt %s was aborted by an operator: %s", attempt, "; ".join(finish.causes))
+        case _:
+            raise CommitConflictError(
+                f"another coordinator owns {run}: ending {attempt}: {'; '.join(finish.causes)}; stop this trainer"
+            )

@@ -20,6 +20,7 @@ from deltarefit.runtime.owner_worker import (
     ShowBaseline,
     StopSending,
 )
+from deltarefit.runtime.progress import Progress
 from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.source import Collective
 
@@ -40,6 +41,10 @@ class OwnerGroup:
         self._axis = axis
         self._worker = worker
         self._collective = collective
+
+    def progress(self) -> Progress:
+        """How far this rank's owner is in the build under way, or was in the latest."""
+        return self._worker.progress()
 
     def subscribe(self, listener: Callable[[StageEvent], None]) -> None:
         """Hear what this rank's owner does."""

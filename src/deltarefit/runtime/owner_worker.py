@@ -60,6 +60,9 @@ class Build(_Command, frozen=True, forbid_unknown_fields=True):
     plan: bytes
     starts_transition: bool
     """The candidate may differ from what an earlier build saw; otherwise it must be the same."""
+    is_asynchronous: bool = False
+    """The training loop goes on meanwhile, so the candidate is proved once more at the commit, unless the framework says that
+    nothing was written."""
     relays: tuple[Peer, ...] = ()
     """Payloads go to these, in this order at every owner; without any, to the store."""
 
@@ -136,9 +139,9 @@ class OwnerWorker:
         *,
         clock: Clock,
         key: bytes | None,
-        count_writes: Callable[[], object] = lambda: None,
+        count_writes: Callable[[], object] | None = None,
     ) -> None:
-        """``count_writes`` tells two moments apart if the framework wrote to a parameter between them, as far as it knows."""
+        """``count_writes`` tells two moments apart if the framework wrote to a parameter between them; None: nobody counts."""
         self._owner = owner
         self._machine = OwnerMachine(owner.owner, None)
         self._lock = threading.Lock()  # around the machine: payloads are sent from a thread of their own
@@ -149,10 +152,12 @@ class OwnerWorker:
         self._key = key
         self._boot = boot_id()
         self._count_writes = count_writes
-        self._writes = count_writes()
+        self._writes: object = None
         """How often the candidate had been written when it was last proved to be what was sent."""
+        self._is_asynchronous = False
         self._board = ProgressBoard(store)
         self._halt_pace = Pace(clock, first_s=_HALT_S, most_s=_HALT_S)
+        self._began_s = clock.monotonic_s()
         self._sent: list[PayloadEntry] = []
         """Of the build under way, or the latest."""
 
@@ -201,12 +206,18 @@ class OwnerWorker:
 
     def _commit(self, command: CommitBaseline) -> OwnerReply:
         if self._machine.must_update(command.record):
-            if self._count_writes() != self._writes:
+            if self._may_have_changed():
                 self._owner.doubt()
             with self._events.stage("baseline", command.attempt):
                 self._owner.commit()
         self._machine.updated(command.record)
         return OwnerReply(int(self.owner), digests=self.committed_digests())
+
+    def _may_have_changed(self) -> bool:
+        """Whether somebody may have written to the candidate since it was proved to be what was sent."""
+        if self._count_writes is None:
+            return self._is_asynchronous
+        return self._count_writes() != self._writes
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -215,18 +226,20 @@ class OwnerWorker:
             self._machine.abandoned()
             self._owner.forget_candidate()
         attempt = self._bind(command)
+        self._is_asynchronous = command.is_asynchronous
         self._sender.begin(attempt.attempt, command.relays)
         manifest = None if command.relays else ManifestWriter(self._store, attempt.attempt, self.owner)
         self._sent = []
+        self._began_s = self._clock.monotonic_s()
         with (
-            self._board.showing(attempt.attempt, self._progress(self._clock.monotonic_s())),
+            self._board.showing(attempt.attempt, self.progress),
             _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline,
         ):
             for job in enumerate(self._scan(attempt)):
                 pipeline.submit(job)
             with self._events.stage("recheck", attempt.attempt):
                 self._owner.verify()
-            self._writes = self._count_writes()
+            self._writes = None if self._count_writes is None else self._count_writes()
             pipeline.finish()
         if manifest is not None:
             manifest.end()
@@ -241,20 +254,17 @@ class OwnerWorker:
             digests=_hex(self._owner.candidate_digests()),
         )
 
-    def _progress(self, began_s: float) -> Callable[[], Progress]:
-        total_nbytes = self._owner.owned_nbytes
-
-        def read() -> Progress:
-            return Progress(
-                who=self._events.where,
-                done_nbytes=min(self._owner.compared_nbytes, total_nbytes),
-                total_nbytes=total_nbytes,
-                payloads=len(self._sent),
-                payload_nbytes=sum(entry.nbytes for entry in tuple(self._sent)),
-                elapsed_s=self._clock.monotonic_s() - began_s,
-            )
-
-        return read
+    def progress(self) -> Progress:
+        """How far the build under way is, or the latest was. May be called from any thread."""
+        total_nbytes, sent = self._owner.owned_nbytes, tuple(self._sent)
+        return Progress(
+            who=self._events.where,
+            done_nbytes=min(self._owner.compared_nbytes, total_nbytes),
+            total_nbytes=total_nbytes,
+            payloads=len(sent),
+            payload_nbytes=sum(entry.nbytes for entry in sent),
+            elapsed_s=self._clock.monotonic_s() - self._began_s,
+        )
 
     def _bind(self, command: Build) -> _Attempt:
         attempt = AttemptId(command.attempt)

@@ -147,6 +147,7 @@ class Preparation:
                 restores=bound.is_dense or member.identity not in session.settled,
                 plan_digest=bound.plan.digest,
                 num_owners=session.num_owners,
+                delivery=session.delivery.value,
                 transport=bound.transport,
             )
 

@@ -11,41 +11,42 @@ from typing import Any, Self
 
 import msgspec
 
-from deltarefit.canonical import Catalog, digest_of_digests
+from deltarefit.canonical import Catalog
 from deltarefit.errors import (
     AttemptFailedError,
-    CommitConflictError,
     DeadlineError,
     OperatorRequiredError,
     RefitError,
     RejectedError,
 )
-from deltarefit.protocol import CommitRecord, ControlState, TransitionOutcome, UnfinishedAttempt, commands, events
-from deltarefit.runtime.adapters import set_options, source_adapter, source_integration
+from deltarefit.protocol import CommitRecord, ControlState, Delivery, UnfinishedAttempt, commands, events
+from deltarefit.runtime.adapters import set_options, source_adapter, source_integration, write_guard
 from deltarefit.runtime.auditing import AuditReport, audit
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.coordinator import Coordinator
-from deltarefit.runtime.driving import drive
+from deltarefit.runtime.driving import drive, expect_recovered, raise_unless_committed
 from deltarefit.runtime.events import EventLog, StageEvent
+from deltarefit.runtime.handle import RefitHandle
 from deltarefit.runtime.messages import Failure, decode_message, encode_message
 from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
-from deltarefit.runtime.refit_state import Outcome, Session
-from deltarefit.runtime.report import RefitReport, stage_seconds
+from deltarefit.runtime.refit_state import Session
+from deltarefit.runtime.report import RefitReport
+from deltarefit.runtime.report_making import make_report
 from deltarefit.runtime.senders import attempt_sender
 from deltarefit.runtime.session import RunHold
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.sizing import source_settings
-from deltarefit.runtime.trace_bounds import lower_bounds
-from deltarefit.runtime.trace_clock import TimeAxis, boot_id, on_axis
+from deltarefit.runtime.trace_clock import TimeAxis, boot_id
 from deltarefit.source import Collective, CoverageReport, SourceAdapter, open_source, together
 from deltarefit.transport import PayloadSender, open_run
 
 __all__ = ["Publisher"]
 
 _LOG = logging.getLogger(__name__)
+_CLOSE_S = 600.0
 
 
 class Publisher:
@@ -109,6 +110,8 @@ class Publisher:
         elif given := set_options(options):
             raise RejectedError(f"Publisher got an adapter and {', '.join(given)}; give these to the adapter itself")
         self._collective = collective
+        self._is_closed = False
+        self._busy = threading.Lock()
         share_nbytes = adapter.catalog().nbytes // collective.world_size
         self._source = open_source(adapter, collective, source_settings(self.settings, share_nbytes))
         self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
@@ -127,6 +130,7 @@ class Publisher:
             ids=self._ids,
         )
         self._key = key
+        self._steps = write_guard(model)
         worker = OwnerWorker(
             self._source.owner,
             self._sender,
@@ -134,14 +138,12 @@ class Publisher:
             log,
             clock=self._clock,
             key=key,
-            count_writes=getattr(adapter, "count_writes", lambda: None),
+            count_writes=self._steps.count_writes,
         )
         self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
         self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
         self._session: Session | None = None
-        self._is_closed = False
-        self._busy = threading.Lock()
         together(collective, f"taking run {run}", self._take_run)
         try:
             record = self._share_record()
@@ -216,8 +218,11 @@ class Publisher:
 
     def close(self) -> None:
         """Give the run back. Receivers keep serving the committed version."""
-        hold, self._hold, self._session = self._hold, None, None
         self._is_closed = True
+        is_idle = self._busy.acquire(timeout=_CLOSE_S)  # a refit in the background ends first
+        if is_idle:
+            self._busy.release()
+        hold, self._hold, self._session = self._hold, None, None
         self._sender.close()
         self.observers.close()
         if hold is not None:
@@ -288,19 +293,7 @@ class Publisher:
             base=attempt.base, unfinished=UnfinishedAttempt(attempt.attempt, attempt.target), recover_only=True
         )
         coordinator = Coordinator(session, unfinished=attempt, alone=alone)
-        self._expect_recovered(self._drive(coordinator, started), attempt.attempt)
-
-    def _expect_recovered(self, finish: commands.Finish, attempt: str) -> None:
-        match finish.outcome:
-            case TransitionOutcome.RECOVERED:
-                return
-            case TransitionOutcome.ABORTED:
-                _LOG.warning("attempt %s was aborted by an operator: %s", attempt, "; ".join(finish.causes))
-            case _:
-                raise CommitConflictError(
-                    f"another coordinator owns {self._store.url}: ending {attempt}: {'; '.join(finish.causes)}; stop this "
-                    "trainer"
-                )
+        expect_recovered(self._drive(coordinator, started), attempt.attempt, self._store.url)
 
     def _drive(self, coordinator: Coordinator, started: events.Started) -> commands.Finish:
         return drive(coordinator, started, max_attempts=self.settings.max_attempts, run=self._store.url)
@@ -312,7 +305,9 @@ class Publisher:
         if self._is_closed:
             raise RejectedError(f"{what} on a closed Publisher; make a new one")
         if not self._busy.acquire(blocking=False):
-            raise RejectedError(f"{what} while another call on this Publisher is under way; wait for its handle first")
+            raise RejectedError(
+                f"{what} while another call on this Publisher is under way; one at a time: wait for its handle first"
+            )
 
     def _refit(self, delivery: Delivery) -> RefitReport:
         report = msgspec.json.decode(self._decide("refit", lambda: self._transition(delivery)), type=RefitReport)
@@ -369,7 +364,7 @@ class Publisher:
             coordinator,
             events.Started(base=state.record, is_admitted=unfinished, is_dense=bool(state.repair) or unfinished),
         )
-        self._raise_unless_committed(finish)
+        raise_unless_committed(finish, self._store.url)
         hold.announce(finish.record)
         hold.sweep(session.members.long_gone())
         return make_report(session, coordinator.outcome, finish, self.observers)
@@ -393,18 +388,3 @@ class Publisher:
             session.members.wait_ready(session.catalog.digest, count, deadline, waiting=session.activity.begin)
         except DeadlineError as error:
             raise RejectedError(str(error)) from error
-
-    def _raise_unless_committed(self, finish: commands.Finish) -> None:
-        causes = "; ".join(finish.causes)
-        match finish.outcome:
-            case TransitionOutcome.COMMITTED:
-                return
-            case TransitionOutcome.REJECTED:
-                raise RejectedError(causes)
-            case TransitionOutcome.ABORTED:
-                raise OperatorRequiredError(
-                    f"the refit was aborted: {causes}; policy version {finish.record.policy_version} stays committed. "
-                    "Receivers whose request gate was closed keep it closed until the next refit(), which sends every element"
-                )
-            case _:
-                raise CommitConflictError(f"another coordinator owns {self._store.url}: {causes}; stop this trainer")

@@ -9,7 +9,7 @@ from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.control import ControlPlane
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.plan import RefitPlan
-from deltarefit.protocol import CommitRecord, ControlState
+from deltarefit.protocol import CommitRecord, ControlState, Delivery
 from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.calls import Caller
 from deltarefit.runtime.clock import Clock, IdSource
@@ -60,6 +60,8 @@ class Session:
     These are sent whole. A receiver that is not listed has not been asked yet."""
     settled: frozenset[Identity] = frozenset()
     """Receivers that acknowledged the latest commit: they know by themselves which version they hold."""
+    delivery: Delivery = Delivery.SYNCHRONOUS
+    """Of the refit under way."""
     is_first: bool = True
     """No refit was ever begun in this run, so every receiver must come with the weights that the run started from."""
     num_refits: int = 0
@@ -69,8 +71,9 @@ class Session:
         every = self.settings.audit_every
         return self.num_refits == 0 or (every > 0 and self.num_refits % every == 0)
 
-    def begin(self, state: ControlState) -> None:
+    def begin(self, state: ControlState, delivery: Delivery = Delivery.SYNCHRONOUS) -> None:
         """A refit begins from this record."""
+        self.delivery = delivery
         self.policy_version = state.record.policy_version
         self.is_first = state.record.policy_version == 0 and state.transition is None and not state.repair
 

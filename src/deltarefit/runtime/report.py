@@ -47,6 +47,8 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     """How long the slowest receiver's request gate was closed."""
     transport: str = "object_store"
     """How the committed attempt's payloads travelled: ``object_store`` or ``relay``."""
+    delivery: str = "synchronous"
+    """``synchronous``: applied while payloads arrived; ``asynchronous``: staged first, while engines served."""
     cross_nbytes: int = 0
     """Payload bytes that went to or were fetched by the rollout side, over all attempts: what crossed between the clusters."""
 

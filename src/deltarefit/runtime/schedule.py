@@ -10,7 +10,7 @@ from typing import Self
 from deltarefit.canonical import digest_of_digests
 from deltarefit.errors import AttemptFailedError, BaseMismatchError, CommitConflictError, DeadlineError, RefitError
 from deltarefit.ids import ReceiverId
-from deltarefit.protocol import events
+from deltarefit.protocol import Delivery, events
 from deltarefit.runtime import messages
 from deltarefit.runtime.calls import Answer, PendingCall
 from deltarefit.runtime.clock import Pace
@@ -35,6 +35,8 @@ class Schedule:
         self._outcome = outcome
         self._starts_transition = starts_transition
         self._watch = _Watch(session, bound)
+        self._is_gate_closed = False
+        """Whether this attempt asked for gates to be closed."""
 
     @property
     def abort(self) -> str:
@@ -49,21 +51,61 @@ class Schedule:
             OwnersLostError: the training ranks lost each other.
         """
         try:
-            replies = self._build()
-            acknowledged = self._flush(replies, audit=self._session.is_audit_due)
+            if self._session.delivery is Delivery.ASYNCHRONOUS:
+                acknowledged = self._stage_first()
+            else:
+                opening = self._open()
+                replies = self._build(opening)
+                self._await_open(opening)
+                acknowledged = self._flushed(self._post_flush(replies))
         except (CommitConflictError, OwnersLostError):
             raise
         except RefitError as error:
-            return events.AttemptFailed(reason=str(error))
+            return events.AttemptFailed(reason=str(error), gate_closed=self._is_gate_closed)
         return events.Flushed(acknowledged=acknowledged, policy_digest=digest_of_digests(self._outcome.digests))
+
+    def _stage_first(self) -> frozenset[ReceiverId]:
+        """Asynchronous delivery: engines serve until every payload has arrived everywhere; only then gates close.
+
+        Opening and flush are asked for together: over a long link each would cost a round trip of the pause.
+        """
+        replies = self._build(None)
+        self._confirm_arrival(replies)
+        opening = self._open()
+        flushing = self._post_flush(replies)
+        self._await_open(opening)
+        return self._flushed(flushing)
 
     # --- lines 1 to 28 ----------------------------------------------------------------------------------------------
 
-    def _build(self) -> list[OwnerReply]:
-        """Have the gates closed and the payloads built and sent, at the same time."""
-        session, bound, settings = self._session, self._bound, self._session.settings
+    def _open(self) -> PendingCall:
+        """Ask every receiver to close its gate and to apply from then on."""
+        session, settings = self._session, self._session.settings
+        self._is_gate_closed = True
         timeout_s = settings.reply_timeout_s + settings.request_timeout_s
-        opening = session.caller.post(bound.required.values(), messages.OpenApply(bound.attempt), timeout_s)
+        return session.caller.post(self._bound.required.values(), messages.OpenApply(self._bound.attempt), timeout_s)
+
+    def _await_open(self, opening: PendingCall) -> None:
+        answers = self._session.caller.collect(opening, until_failure=True, poll=self._watch.poll)
+        for receiver, answer in _failures_first(answers):
+            expect(answer, messages.Done, receiver)
+
+    def _confirm_arrival(self, replies: Iterable[OwnerReply]) -> None:
+        """Lines 22 to 25: everything sent has arrived everywhere, before any gate is closed."""
+        session, bound = self._session, self._bound
+        session.activity.begin(f"{bound.attempt}: payloads on their way to receivers that serve on")
+        body = messages.ConfirmArrival(bound.attempt, self._markers(replies))
+        answers = session.caller.collect(
+            session.caller.post(bound.required.values(), body, session.settings.reply_timeout_s),
+            until_failure=True,
+            poll=self._watch.poll,
+        )
+        for receiver, answer in _failures_first(answers):
+            expect(answer, messages.Done, receiver)
+
+    def _build(self, opening: PendingCall | None) -> list[OwnerReply]:
+        """Have the payloads built and sent, in synchronous delivery while gates close."""
+        session, bound = self._session, self._bound
         session.activity.begin(f"{bound.attempt}: owners compare and send")
         with _BuildGuard(session, bound, opening, self._watch) as guard:
             replies = session.owners.command(self._build_command())
@@ -76,9 +118,6 @@ class Schedule:
             if reply.failure is not None:
                 raise reply.failure.error(f"owner {reply.owner}")
         self._note_built(replies)
-        answers = session.caller.collect(opening, until_failure=True, poll=self._watch.poll)
-        for receiver, answer in _failures_first(answers):
-            expect(answer, messages.Done, receiver)
         return replies
 
     def _build_command(self) -> Build:
@@ -92,6 +131,7 @@ class Schedule:
             mode=bound.mode,
             plan=bound.plan.to_wire(),
             starts_transition=self._starts_transition,
+            is_asynchronous=self._session.delivery is Delivery.ASYNCHRONOUS,
             relays=bound.relays,
         )
 
@@ -106,15 +146,22 @@ class Schedule:
 
     # --- line 29 ----------------------------------------------------------------------------------------------------
 
-    def _flush(self, replies: Iterable[OwnerReply], *, audit: bool) -> frozenset[ReceiverId]:
-        """Have every receiver finish and prove what it holds now."""
-        session, bound = self._session, self._bound
+    def _markers(self, replies: Iterable[OwnerReply]) -> tuple[messages.OwnerMarker, ...]:
         ended = tuple(reply.marker for reply in replies if reply.marker is not None)
-        if len(ended) != session.num_owners:
-            raise AttemptFailedError(f"{bound.attempt}: {len(ended)} of {session.num_owners} owners ended")
+        if len(ended) != self._session.num_owners:
+            raise AttemptFailedError(f"{self._bound.attempt}: {len(ended)} of {self._session.num_owners} owners ended")
+        return ended
+
+    def _post_flush(self, replies: Iterable[OwnerReply]) -> PendingCall:
+        session, bound = self._session, self._bound
+        body = messages.Flush(bound.attempt, self._markers(replies), session.is_audit_due)
+        settings = session.settings
+        return session.caller.post(bound.required.values(), body, settings.reply_timeout_s + settings.request_timeout_s)
+
+    def _flushed(self, pending: PendingCall) -> frozenset[ReceiverId]:
+        """Wait until every receiver finished and proved what it holds now."""
+        session, bound, audit = self._session, self._bound, self._session.is_audit_due
         with session.log.stage("flush", bound.attempt):
-            body = messages.Flush(bound.attempt, ended, audit)
-            pending = session.caller.post(bound.required.values(), body, session.settings.reply_timeout_s)
             answers = session.caller.collect(pending, until_failure=True, poll=self._watch.poll)
         for receiver, answer in _failures_first(answers):
             completed = expect(answer, messages.Completed, receiver)
@@ -188,7 +235,7 @@ class _Watch:
 class _BuildGuard:
     """While the owners build, a thread watches; what it finds makes every owner stop at its next bucket."""
 
-    def __init__(self, session: Session, bound: BoundAttempt, opening: PendingCall, watch: _Watch) -> None:
+    def __init__(self, session: Session, bound: BoundAttempt, opening: PendingCall | None, watch: _Watch) -> None:
         self.trouble: RefitError | None = None
         self._session = session
         self._bound = bound
@@ -207,9 +254,8 @@ class _BuildGuard:
 
     def _run(self) -> None:
         try:
-            answers = self._session.caller.collect(self._opening, until_failure=True, poll=self._poll, wake=self._is_built)
-            for receiver, answer in _failures_first(answers):
-                expect(answer, messages.Done, receiver)
+            if self._opening is not None:
+                self._await_open(self._opening)
             while True:
                 self._session.caller.listen(self._is_built)
                 self._poll()
@@ -220,6 +266,11 @@ class _BuildGuard:
         except Exception as error:
             self.trouble = AttemptFailedError(f"{self._bound.attempt}: {type(error).__name__}: {error}")
         self._halt()
+
+    def _await_open(self, opening: PendingCall) -> None:
+        answers = self._session.caller.collect(opening, until_failure=True, poll=self._poll, wake=self._is_built)
+        for receiver, answer in _failures_first(answers):
+            expect(answer, messages.Done, receiver)
 
     def _poll(self) -> None:
         if self._is_built.is_set():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from deltarefit.integrations.fsdp.adapter import FsdpAdapter, fsdp_adapter, shard_of, source_adapter
 from deltarefit.integrations.fsdp.placements import MeshSplit, held_intervals
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
+from deltarefit.integrations.torch.steps import write_guard
 
 SOURCE_OPTIONS = ("manifest", "export", "export_by_layer")
 """Arguments of Publisher that ``source_adapter`` takes."""
@@ -22,4 +23,5 @@ __all__ = [
     "held_intervals",
     "shard_of",
     "source_adapter",
+    "write_guard",
 ]

@@ -9,6 +9,7 @@ from deltarefit.integrations.torch.adapter import TorchAdapter, source_adapter, 
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
 from deltarefit.integrations.torch.config import catalog_of_config
 from deltarefit.integrations.torch.manifest import read_manifest
+from deltarefit.integrations.torch.steps import write_guard
 
 SOURCE_OPTIONS = ("manifest", "export", "export_by_layer")
 """Arguments of Publisher that ``source_adapter`` takes."""
@@ -22,4 +23,5 @@ __all__ = [
     "read_manifest",
     "source_adapter",
     "torch_adapter",
+    "write_guard",
 ]
