@@ -92,7 +92,7 @@ def trainer(options: dict[str, Any], say: Say) -> None:
         say({"ready": True})
         for command in _commands():
             change(policy, command["rate"], command["seed"])
-            report = publisher.refit()
+            report = publisher.publish().wait() if command["do"] == "asynchronous" else publisher.refit()
             say({"report": msgspec.to_builtins(report)})
 
 

@@ -97,7 +97,11 @@ class Network:
         self._stack.callback(_ip_quietly, "netns", "del", full)
         self._names[name] = full
         _ip("-n", full, "link", "set", "lo", "up")
-        for setting in (f"net.ipv4.tcp_rmem=4096 131072 {_BUFFER_NBYTES}", f"net.ipv4.tcp_wmem=4096 131072 {_BUFFER_NBYTES}"):
+        for setting in (
+            f"net.ipv4.tcp_rmem=4096 131072 {_BUFFER_NBYTES}",
+            f"net.ipv4.tcp_wmem=4096 131072 {_BUFFER_NBYTES}",
+            "net.ipv4.tcp_slow_start_after_idle=0",  # as hosts on long links are set: idle connections keep their window
+        ):
             _run(self.inside(name, ["sysctl", "-q", "-w", setting]))
         self.congestion_control = self._set_congestion_control(name)
 
