@@ -15,6 +15,7 @@ Action = Literal["kill", "stop", "replace"]
 """``kill``: SIGKILL, and a restart. ``stop``: SIGSTOP for longer than the lease, then SIGCONT. ``replace``: the trainers are
 stopped, another training job takes the run over, then the first one is woken."""
 Store = Literal["file", "s3"]
+Call = Literal["refit", "publish"]
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -28,10 +29,12 @@ class Case(msgspec.Struct, frozen=True):
     count: int
     """At which passage of the refit under test, from 1."""
     action: Action
+    call: Call = "refit"
+    """``refit`` closes request gates first; ``publish`` stages payloads while engines serve."""
 
     @property
     def name(self) -> str:
-        return f"{self.store}, {self.victim}, {self.action}, {self.point} ({self.count})"
+        return f"{self.store}, {self.call}, {self.victim}, {self.action}, {self.point} ({self.count})"
 
     @property
     def holder(self) -> str:
@@ -82,12 +85,13 @@ _REPLACE_POINTS = (
 )
 
 
-def _cases(store: Store) -> list[Case]:
-    cases = [Case(store, *point, action) for point in (*_TRAINER_POINTS, *_ROLLOUT_POINTS) for action in ("kill", "stop")]
-    return cases + [Case(store, *point, "replace") for point in _REPLACE_POINTS]
+def _cases(store: Store, call: Call) -> list[Case]:
+    points = (*_TRAINER_POINTS, *_ROLLOUT_POINTS)
+    cases = [Case(store, *point, action, call) for point in points for action in ("kill", "stop")]
+    return cases + [Case(store, *point, "replace", call) for point in _REPLACE_POINTS]
 
 
-CASES: tuple[Case, ...] = (*_cases("file"), *_cases("s3"))
+CASES: tuple[Case, ...] = (*_cases("file", "refit"), *_cases("file", "publish"), *_cases("s3", "refit"))
 
 REDUCED: tuple[Case, ...] = (
     Case("file", "trainer 0", "owner 0: after send", 2, "kill"),
@@ -97,7 +101,9 @@ REDUCED: tuple[Case, ...] = (
     Case("file", "rollout-0", "rollout-0: before apply", 3, "kill"),
     Case("file", "rollout-0", "rollout-0: before apply", 3, "stop"),
     Case("file", "trainer 0", "coordinator: after commit", 1, "replace"),
+    Case("file", "trainer 0", "owner 0: after send", 2, "kill", "publish"),
+    Case("file", "rollout-0", "rollout-0: before apply", 3, "kill", "publish"),
     Case("s3", "trainer 0", "coordinator: after flush", 1, "kill"),
     Case("s3", "rollout-0", "rollout-0: after apply", 2, "kill"),
 )
-"""For every change: each kind of process, each action, both stores."""
+"""For every change: each kind of process, each action, both stores, both ways to deliver."""

@@ -220,6 +220,7 @@ class Director:
                 rank=rank,
                 world_size=NUM_TRAINERS,
                 life=self._job,
+                publishes=self._case.call == "publish",
                 first_step=first_step,
             )
             self._start(f"trainer {rank}", task, f"trainer-{rank}-{self._job}")

@@ -94,12 +94,13 @@ def _count(results: Iterable[CaseResult], action: str) -> int:
 
 def table(results: Iterable[CaseResult]) -> str:
     """The results as text."""
-    rows = [("store", "victim", "action", "held at", "ends at", "attempts", "served", "seconds", "outcome")]
+    rows = [("store", "call", "victim", "action", "held at", "ends at", "attempts", "served", "seconds", "outcome")]
     for result in results:
         case = result.case
         rows.append(
             (
                 case.store,
+                case.call,
                 case.victim,
                 case.action,
                 f"{case.point} ({case.count})",

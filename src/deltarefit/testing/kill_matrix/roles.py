@@ -50,6 +50,8 @@ class TrainerTask(_Task, frozen=True, kw_only=True, tag=True):
     world_size: int
     life: int
     """Counts the starts of the training job; each life trains differently."""
+    publishes: bool
+    """Refit with ``publish`` instead of ``refit``."""
     first_step: int
 
 
@@ -101,7 +103,7 @@ class _Trainer:
             perturb(self._policy, step + 1000 * (task.life - 1))
             shown: dict[str, Any] = {"hash": state_hash(Rollout(self._policy))}
             self._put(f"candidate-{task.life}-{step}", shown)
-            report = publisher.refit()
+            report = publisher.publish().wait(_ORDER_S) if task.publishes else publisher.refit()
             shown |= {
                 "version": report.policy_version,
                 "attempts": report.attempts,
