@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
+from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import PayloadInvalidError, RejectedError
 from deltarefit.kernels import native, native_scan, twins
+from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.checks import (
     check_group,
-    check_injective,
     check_pieces,
+    check_target,
     check_words,
     check_writeable,
     common_cast,
     normalise,
     total_elements,
 )
-from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
@@ -78,16 +78,6 @@ def scan(
     return native_scan.scan(spec, candidate, baseline, group, encoding, everything=everything, isa=chosen)
 
 
-def _check_target(storage: Words, pieces: Sequence[Piece], value_dtype: np.dtype[np.generic], where: str) -> None:
-    check_words(storage, f"{where}, storage")
-    check_writeable(storage, f"{where}, storage")
-    expected = WORDS[4] if common_cast(pieces) is Cast.WIDEN else storage.dtype
-    if storage.dtype != expected or value_dtype != (WORDS[2] if common_cast(pieces) is Cast.WIDEN else storage.dtype):
-        cast = common_cast(pieces).name
-        raise RejectedError(f"{where}: values {value_dtype} cannot go to storage words {storage.dtype} with cast {cast}")
-    check_injective(pieces, where)
-
-
 def apply(
     storage: Words,
     pieces: Sequence[Piece],
@@ -117,7 +107,7 @@ def apply(
     held = normalise(tuple(pieces))
     check_words(values, "apply, values")
     check_pieces(held, storage, "apply")
-    _check_target(storage, held, values.dtype, "apply")
+    check_target(storage, held, values.dtype.itemsize, "apply")
     if positions.dtype != np.int64 or positions.shape != values.shape:
         raise PayloadInvalidError(
             f"apply: expected {values.size} int64 positions, got {positions.dtype} of shape {positions.shape}"
@@ -139,17 +129,7 @@ def apply_item(storage: Words, pieces: Sequence[Piece], item: CodedItem, *, isa:
         RejectedError: storage, pieces and the item's tensor do not fit each other. Nothing was written.
         PayloadInvalidError: the item's columns are not what they must be. Nothing was written.
     """
-    where = f"apply of {item.spec}"
-    held = normalise(tuple(pieces))
-    check_pieces(held, storage, where, item.spec)
-    _check_target(storage, held, item.spec.word_dtype, where)
-    check_columns(item)
-    if (chosen := resolve(isa)) is not Isa.NUMPY:
-        applied = native.apply_columns(storage, held, common_cast(held), item, chosen)
-        if applied >= 0:
-            return applied
-    # The twin, or the words for what the compiled decoder refused.
-    return twins.apply(storage, held, decode_positions(item), decode_values(item), item.encoding)
+    return BoundPieces(storage, pieces, item.spec, isa=isa).apply_item(item)
 
 
 def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> Words:

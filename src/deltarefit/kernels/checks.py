@@ -18,6 +18,7 @@ __all__ = [
     "check_group",
     "check_injective",
     "check_pieces",
+    "check_target",
     "check_words",
     "check_writeable",
     "common_cast",
@@ -123,6 +124,23 @@ def check_injective(pieces: Sequence[Piece], what: str) -> None:
             raise RejectedError(f"{what}: piece {piece} visits flat indices out of order, expected a box of a row-major tensor")
         if any(n > 1 and s == 0 for n, s in zip(piece.storage.shape, piece.storage.stride, strict=True)):
             raise RejectedError(f"{what}: piece {piece} writes one storage element for several flat indices")
+
+
+def check_target(storage: Words, pieces: Sequence[Piece], value_nbytes: int, where: str) -> None:
+    """Check that values of so many bytes can go to ``storage`` through normalised ``pieces``.
+
+    Raises:
+        RejectedError: the storage is read-only or of another width, or a piece would write an element twice.
+    """
+    check_words(storage, f"{where}, storage")
+    check_writeable(storage, f"{where}, storage")
+    cast = common_cast(pieces)
+    widths = (2, 4) if cast is Cast.WIDEN else (value_nbytes, value_nbytes)
+    if (value_nbytes, storage.dtype.itemsize) != widths:
+        raise RejectedError(
+            f"{where}: values of {value_nbytes} bytes cannot go to storage words {storage.dtype} with cast {cast.name}"
+        )
+    check_injective(pieces, where)
 
 
 def widened_text(flat_index: int) -> str:

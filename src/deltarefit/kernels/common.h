@@ -225,6 +225,57 @@ struct TableWalker {
   }
 };
 
+// --- strided runs ------------------------------------------------------------------------------------------------------------
+
+constexpr i64 PANEL_NBYTES = 256 * 1024;  // of a reader's buffer; twice and four times as much were slower (Zen 4, rows of 16 KiB)
+
+// Makes stretches of the walker's runs contiguous. Runs that lie side by side in storage (a transposed matrix) are read a cache
+// line's width at a time: element by element each line would be fetched once for every element in it.
+template <class U>
+struct StretchReader {
+  static constexpr i64 W = sizeof(U);
+  static constexpr i64 LINE = 64 / W;  // elements of a cache line
+  const u8* storage;
+  u8* buffer;       // buffer_nbytes(); not used where every run is contiguous
+  i64 capacity;     // its bytes
+  i64 first = 0, runs = 0, length = 0, stride = 0;  // of the panel in the buffer: runs from these storage positions on
+  i64 pitch = 0;    // bytes from one run of the panel to the next
+
+  // The walker's next n elements, at consecutive addresses. n is at most what the buffer holds.
+  const u8* read(const TableWalker& walker, i64 n) {
+    const u8* from = storage + walker.address() * W;
+    if (walker.run.stride == 1) return from;
+    if (holds(walker.run) || fill(walker.run)) return buffer + (walker.run.storage - first) * pitch + walker.place * W;
+    for (i64 i = 0; i < n; i++) store<U>(buffer + i * W, load<U>(from + i * walker.run.stride * W));
+    return buffer;
+  }
+
+  bool holds(const RunCursor& run) const {
+    return run.storage >= first && run.storage < first + runs && run.length == length && run.stride == stride;
+  }
+
+  bool fill(const RunCursor& run) {
+    runs = 0;
+    const i64 axis = run.outer - 1;
+    if (axis < 0 || run.piece.storage_stride(axis) != 1 || run.stride < LINE) return false;
+    const i64 row = run.length * W + 64;  // not a power of two, or all runs would share a set of the cache
+    i64 abreast = LINE;  // runs that share each line; as many as fit, and whole parts of a line
+    while (abreast * row > capacity) abreast /= 2;
+    if (abreast < 4) return false;
+    i64 count = abreast - i64(reinterpret_cast<uintptr_t>(storage + run.storage * W) % 64) / W % abreast;
+    if (run.piece.length(axis) - run.index[axis] < count) count = run.piece.length(axis) - run.index[axis];
+    const u8* from = storage + run.storage * W;
+    for (i64 i = 0; i < run.length; i++)
+      for (i64 r = 0; r < count; r++) store<U>(buffer + r * row + i * W, load<U>(from + (i * run.stride + r) * W));
+    first = run.storage;
+    runs = count;
+    length = run.length;
+    stride = run.stride;
+    pitch = row;
+    return true;
+  }
+};
+
 // --- calls (mirrored by ctypes structures in native.py; sizes are compared at load time) ------------------------------------
 
 enum ScanStatus : i64 { SCAN_DONE = 0, SCAN_FULL = 1, SCAN_WIDEN_GAPS = 2 };
@@ -280,6 +331,7 @@ struct ApplyCall {
 struct DigestCall {
   const u8* storage;
   const i64* table;
+  u8* scratch;            // PANEL_NBYTES; null where every run is contiguous
   i64 pieces;
   i64 width;              // bytes of a canonical element
   i64 widen;

@@ -66,16 +66,14 @@ namespace deltarefit {
 
 // Copy pieces of `from` to consecutive elements of `to`.
 template <class U>
-static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces) {
+static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch) {
   constexpr i64 W = sizeof(U);
+  constexpr i64 PART = 4096;  // elements of strided runs taken at once
+  StretchReader<U> reader{from, scratch, PANEL_NBYTES};
   for (TableWalker walker(table, pieces); !walker.done;) {
-    const i64 n = walker.left_in_run(), stride = walker.run.stride;
-    const u8* x = from + walker.address() * W;
-    if (stride == 1) {
-      memcpy(to, x, size_t(n * W));
-    } else {
-      for (i64 i = 0; i < n; i++) store<U>(to + i * W, load<U>(x + i * stride * W));
-    }
+    i64 n = walker.left_in_run();
+    if (walker.run.stride != 1 && PART < n) n = PART;
+    memcpy(to, reader.read(walker, n), size_t(n * W));
     to += n * W;
     walker.take(n);
   }
@@ -91,7 +89,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 1; }
+API i64 deltarefit_abi() { return 2; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
@@ -112,6 +110,8 @@ API i64 deltarefit_best_isa() {
   return 1;
 #endif
 }
+
+API i64 deltarefit_panel_nbytes() { return PANEL_NBYTES; }
 
 API i64 deltarefit_scan_scratch_nbytes(i64 width, i64 elements) {
   switch (width) {
@@ -163,11 +163,12 @@ API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64
   lanes[1] = sums.lane1;
 }
 
-API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width) {
+// `scratch` is deltarefit_panel_nbytes() long; null where every run is contiguous.
+API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch) {
   switch (width) {
-    case 1: return copy_pieces<u8>(to, from, table, pieces);
-    case 2: return copy_pieces<u16>(to, from, table, pieces);
-    case 4: return copy_pieces<u32>(to, from, table, pieces);
-    default: return copy_pieces<u64>(to, from, table, pieces);
+    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch);
+    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch);
+    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch);
+    default: return copy_pieces<u64>(to, from, table, pieces, scratch);
   }
 }

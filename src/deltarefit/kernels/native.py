@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels: tables of pieces, output memory, and the driver that lets a scan grow its output.
+"""Calls of the compiled kernels other than the scan: tables of pieces, addresses, results.
 
 Every function expects what ``twins`` expects: normalised, non-empty, checked pieces.
 """
@@ -15,15 +15,24 @@ from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import widened_text
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, DigestCall, library
+from deltarefit.kernels.library import ApplyCall, DigestCall, address, library
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding
 
-__all__ = ["apply_columns", "apply_positions", "copy_pieces", "digest", "digest_elements", "piece_table"]
+__all__ = [
+    "apply_columns",
+    "apply_positions",
+    "copy_pieces",
+    "digest",
+    "digest_elements",
+    "make_piece_table",
+    "piece_table",
+]
+
+Table = NDArray[np.int64]
 
 
-@lru_cache(maxsize=1024)
-def piece_table(pieces: tuple[Piece, ...]) -> NDArray[np.int64]:
+def make_piece_table(pieces: tuple[Piece, ...]) -> Table:
     """The table of pieces that common.h describes."""
     rows: list[int] = []
     for piece in pieces:
@@ -35,18 +44,36 @@ def piece_table(pieces: tuple[Piece, ...]) -> NDArray[np.int64]:
     return table
 
 
+piece_table = lru_cache(maxsize=1024)(make_piece_table)
+
+
+def _panel(pieces: tuple[Piece, ...]) -> NDArray[np.uint8] | None:
+    """Scratch memory for strided runs; None if there are none. A run is the innermost axis."""
+    if all(piece.storage.stride[-1] == 1 for piece in pieces):
+        return None
+    return np.empty(library().deltarefit_panel_nbytes(), np.uint8)
+
+
 def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...]) -> None:
     """Copy the pieces' elements of ``storage`` to ``target`` in piece order."""
-    table = piece_table(pieces)
-    library().deltarefit_copy(target.ctypes.data, storage.ctypes.data, table.ctypes.data, len(pieces), storage.dtype.itemsize)
+    panel = _panel(pieces)
+    library().deltarefit_copy(
+        address(target),
+        address(storage),
+        address(piece_table(pieces)),
+        len(pieces),
+        storage.dtype.itemsize,
+        None if panel is None else address(panel),
+    )
 
 
 def digest(storage: Words, pieces: tuple[Piece, ...], cast: Cast, isa: Isa) -> TensorDigest:
-    table = piece_table(pieces)
+    panel = _panel(pieces)
     widen = cast is Cast.WIDEN
     call = DigestCall(
-        storage=storage.ctypes.data,
-        table=table.ctypes.data,
+        storage=address(storage),
+        table=address(piece_table(pieces)),
+        scratch=None if panel is None else address(panel),
         pieces=len(pieces),
         width=storage.dtype.itemsize // (2 if widen else 1),
         widen=widen,
@@ -61,19 +88,8 @@ def digest(storage: Words, pieces: tuple[Piece, ...], cast: Cast, isa: Isa) -> T
 def digest_elements(flat_index: NDArray[np.int64], bits: Words) -> TensorDigest:
     lanes = np.zeros(2, np.uint64)
     index = np.ascontiguousarray(flat_index)
-    library().deltarefit_digest_elements(index.ctypes.data, bits.ctypes.data, bits.size, bits.dtype.itemsize, lanes.ctypes.data)
+    library().deltarefit_digest_elements(address(index), address(bits), bits.size, bits.dtype.itemsize, address(lanes))
     return TensorDigest(int(lanes[0]), int(lanes[1]))
-
-
-def _apply_call(storage: Words, pieces: tuple[Piece, ...], cast: Cast, encoding: Encoding, value_nbytes: int) -> ApplyCall:
-    return ApplyCall(
-        storage=storage.ctypes.data,
-        table=piece_table(pieces).ctypes.data,
-        pieces=len(pieces),
-        width=value_nbytes,
-        widen=cast is Cast.WIDEN,
-        encoding=encoding,
-    )
 
 
 def apply_positions(
@@ -87,28 +103,42 @@ def apply_positions(
 ) -> int:
     """Elements changed, or a negative number if positions do not ascend from 0, in which case nothing was written."""
     contiguous = np.ascontiguousarray(positions)
-    call = _apply_call(storage, pieces, cast, encoding, values.dtype.itemsize)
-    call.positions = contiguous.ctypes.data
-    call.words = values.ctypes.data
-    call.count = values.size
+    call = ApplyCall(
+        storage=address(storage),
+        table=address(piece_table(pieces)),
+        positions=address(contiguous),
+        words=address(values),
+        pieces=len(pieces),
+        width=values.dtype.itemsize,
+        widen=cast is Cast.WIDEN,
+        encoding=encoding,
+        count=values.size,
+    )
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
 
 
-def apply_columns(storage: Words, pieces: tuple[Piece, ...], cast: Cast, item: CodedItem, isa: Isa) -> int:
+def apply_columns(storage: Words, table: Table, num_pieces: int, cast: Cast, item: CodedItem, isa: Isa) -> int:
     """Elements changed, or a negative number if the locations are not valid, in which case nothing was written.
 
     ``coding.check_columns`` holds for the item.
     """
-    locations = [np.ascontiguousarray(plane) for plane in item.location_planes]
-    values = [np.ascontiguousarray(plane) for plane in item.value_planes]
-    call = _apply_call(storage, pieces, cast, item.encoding, len(values))
-    for number, plane in enumerate(locations):
-        call.locations[number] = plane.ctypes.data
-    for number, plane in enumerate(values):
-        call.values[number] = plane.ctypes.data
-    call.form = item.location_form
-    call.start = item.start
-    call.count = item.count
-    call.location_nbytes = locations[0].size if locations else 0
-    call.num_elements = item.spec.num_elements
+    call = ApplyCall(
+        storage=address(storage),
+        table=address(table),
+        pieces=num_pieces,
+        width=item.spec.element_nbytes,
+        widen=cast is Cast.WIDEN,
+        encoding=item.encoding,
+        form=item.location_form,
+        start=item.start,
+        count=item.count,
+        location_nbytes=item.location_planes[0].size if item.location_planes else 0,
+        num_elements=item.spec.num_elements,
+    )
+    kept = []  # contiguous copies must outlive the call
+    for slots, planes in ((call.locations, item.location_planes), (call.values, item.value_planes)):
+        for number, plane in enumerate(planes):
+            whole = plane if plane.flags.c_contiguous else plane.copy()
+            kept.append(whole)
+            slots[number] = address(whole)
     return int(library().deltarefit_apply(ctypes.byref(call), isa))

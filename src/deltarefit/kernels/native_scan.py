@@ -21,7 +21,7 @@ from deltarefit.kernels.coding import (
     smallest_form,
 )
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ScanCall, library
+from deltarefit.kernels.library import ScanCall, address, library
 from deltarefit.kernels.native import piece_table
 from deltarefit.kernels.twins import is_contiguous
 from deltarefit.pieces import Piece
@@ -62,10 +62,10 @@ class _Scan:
         self._values = [np.empty(capacity, np.uint8) for _ in range(spec.element_nbytes)]
         self._locations = [np.empty(capacity, np.uint8)] if form is not LocationForm.RUN else []
         self._call = ScanCall(
-            candidate=candidate.ctypes.data,
-            baseline=baseline.ctypes.data,
-            table=self._table.ctypes.data,
-            scratch=self._scratch.ctypes.data,
+            candidate=address(candidate),
+            baseline=address(baseline),
+            table=address(self._table),
+            scratch=address(self._scratch),
             pieces=len(pieces),
             elements=self._total,
             width=spec.element_nbytes,
@@ -122,9 +122,9 @@ class _Scan:
     def _run(self) -> int:
         call = self._call
         for number, plane in enumerate(self._locations):
-            call.locations[number] = plane.ctypes.data
+            call.locations[number] = address(plane)
         for number, plane in enumerate(self._values):
-            call.values[number] = plane.ctypes.data
+            call.values[number] = address(plane)
         call.form = self._form
         call.location_capacity = self._locations[0].size if self._locations else 0
         call.value_capacity = self._values[0].size
