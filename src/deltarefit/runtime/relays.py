@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from deltarefit.runtime.members import Member
 from deltarefit.runtime.messages import decode_message
 from deltarefit.runtime.settings import PublisherSettings, RelayServiceSettings
 from deltarefit.transport import BeaconWatch, RunStore, keys
-from deltarefit.transport.relay import Peer, RelayContext, RelaySender, caller_tls, listener_tls
+from deltarefit.transport.relay import Peer, RelayContext, RelaySender, StreamKey, caller_tls, listener_tls
 
 __all__ = ["RelayNotice", "Relays", "TimedRelaySender", "relay_context"]
 
@@ -143,9 +144,13 @@ class TimedRelaySender(RelaySender):
         fan_out: int,
         max_retained_nbytes: int,
         log: EventLog,
+        on_trouble: Callable[[AttemptId, str], None],
     ) -> None:
+        """``on_trouble`` is called, from a thread of its own, when payloads of an attempt do not get through for good."""
         super().__init__(context, peers, fan_out=fan_out, max_retained_nbytes=max_retained_nbytes)
         self._log = log
+        self._on_trouble = on_trouble
+        self._told: set[AttemptId] = set()
         self._begun: dict[PayloadId, tuple[float, int]] = {}
 
     def send(self, payload_id: PayloadId, data: bytes | memoryview) -> None:
@@ -161,6 +166,23 @@ class TimedRelaySender(RelaySender):
             where, now_s = self._log.where, self._log.now_s()
             self._log.add(StageEvent("send", where, payload_id.attempt, t0_s, now_s, nbytes, str(payload_id)))
         super().delivered(payload_id)
+
+    def refused(self, payload_id: PayloadId, text: str) -> None:
+        """See ``ForwarderOwner``."""
+        super().refused(payload_id, text)
+        self._tell(payload_id.attempt)
+
+    def lost(self, stream: StreamKey, peer: Peer, why: str) -> None:
+        """See ``ForwarderOwner``."""
+        super().lost(stream, peer, why)
+        self._tell(stream[0])
+
+    def _tell(self, attempt: AttemptId) -> None:
+        """With the sender's lock held, so the telling is done elsewhere."""
+        text = self.trouble(attempt)
+        if text and attempt not in self._told:
+            self._told.add(attempt)
+            threading.Thread(target=self._on_trouble, args=(attempt, text), name="deltarefit-trouble", daemon=True).start()
 
     def forget(self, attempts: Iterable[AttemptId]) -> None:
         """Payloads of these attempts are not waited for any more."""

@@ -8,7 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from deltarefit.canonical import digest_of_digests
-from deltarefit.errors import AttemptFailedError, BaseMismatchError, CommitConflictError, DeadlineError, RefitError
+from deltarefit.errors import (
+    AttemptFailedError,
+    BaseMismatchError,
+    CommitConflictError,
+    DeadlineError,
+    RefitError,
+    TransportError,
+)
 from deltarefit.ids import ReceiverId
 from deltarefit.protocol import Delivery, events
 from deltarefit.runtime import messages
@@ -211,6 +218,7 @@ class _Watch:
         if self._record_pace.is_due:
             session.ensure_may_act()
             self._check_record()
+            self._check_owners()
 
     def _check_members(self) -> None:
         alive = self._session.members.alive()
@@ -222,6 +230,13 @@ class _Watch:
                 raise AttemptFailedError(
                     f"receiver {receiver} was restarted, or its lease ran out, during {self._bound.attempt}"
                 )
+
+    def _check_owners(self) -> None:
+        """Over relays, an owner may learn after its last payload that some do not get through."""
+        session, bound = self._session, self._bound
+        for info in session.store.listing(keys.broken_prefix(bound.attempt)) if bound.relays else ():
+            text = session.store.find(info.key, max_nbytes=4096) or b""
+            raise TransportError(f"{bound.attempt}: not everything was delivered by relay: {text.decode(errors='replace')}")
 
     def _check_record(self) -> None:
         state = self._session.control.read()

@@ -12,12 +12,13 @@ from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.relays import TimedRelaySender, relay_context
 from deltarefit.runtime.settings import PublisherSettings
-from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, RunStore
+from deltarefit.transport import ObjectStoreSender, PayloadSender, RetryingSender, RunStore, keys
 from deltarefit.transport.relay import Peer
 
 __all__ = ["AttemptSender", "attempt_sender"]
 
 _LOG = logging.getLogger(__name__)
+_MAX_TEXT = 2000
 OpenRelaySender = Callable[[Callable[[], Sequence[Peer]]], TimedRelaySender]
 
 
@@ -138,7 +139,14 @@ def attempt_sender(
             fan_out=settings.relay_fan_out,
             max_retained_nbytes=settings.relay_retained_nbytes,
             log=log,
+            on_trouble=tell,
         )
+
+    def tell(attempt: AttemptId, text: str) -> None:
+        try:
+            store.put(keys.broken(attempt, rank), text.encode()[:_MAX_TEXT])
+        except RefitError as error:
+            _LOG.warning("%s: not everything gets through by relay (%s), and nobody could be told: %s", attempt, text, error)
 
     def wrapped(inner: PayloadSender) -> PayloadSender:
         return RetryingSender(inner if wrap is None else wrap(inner), clock=clock)

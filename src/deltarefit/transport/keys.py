@@ -8,6 +8,7 @@
     attempts/<attempt>/payloads/<sequence>-<owner>
     attempts/<attempt>/manifest/<owner>    each owner writes its own part, so no part has two writers
     attempts/<attempt>/halt                there once the coordinator has given the attempt up, while owners still build
+    attempts/<attempt>/broken/<owner>      why an owner's payloads do not all get through, where only the owner knows
     attempts/<attempt>/progress/<who>      how far each participant is, for people
     relays/<name>                          one beacon per relay
     plans/<digest>                         refit plans, by content
@@ -33,6 +34,8 @@ __all__ = [
     "MailKey",
     "attempt_of",
     "attempt_prefix",
+    "broken",
+    "broken_prefix",
     "control",
     "halt",
     "mail",
@@ -120,6 +123,16 @@ def manifest_part(attempt: AttemptId, owner: int) -> str:
 def halt(attempt: AttemptId) -> str:
     """Tells owners in the middle of a build that it is in vain."""
     return f"{attempt_prefix(attempt)}/halt"
+
+
+def broken_prefix(attempt: AttemptId) -> str:
+    """What owners say about payloads that do not get through."""
+    return f"{attempt_prefix(attempt)}/broken"
+
+
+def broken(attempt: AttemptId, owner: int) -> str:
+    """What this owner says."""
+    return f"{broken_prefix(attempt)}/{owner:06d}"
 
 
 def progress_prefix(attempt: AttemptId) -> str:

@@ -8,6 +8,7 @@ arrive, keeps payloads for the engines of its node, and says when they are whole
 from deltarefit.transport.relay.channel import RelayContext, RelaySettings
 from deltarefit.transport.relay.client import RelaySender
 from deltarefit.transport.relay.frame import Peer
+from deltarefit.transport.relay.link import StreamKey
 from deltarefit.transport.relay.node import RelayNode
 from deltarefit.transport.relay.source import RelaySource
 from deltarefit.transport.relay.tls import caller_tls, listener_tls
@@ -19,6 +20,7 @@ __all__ = [
     "RelaySender",
     "RelaySettings",
     "RelaySource",
+    "StreamKey",
     "caller_tls",
     "listener_tls",
 ]
