@@ -51,6 +51,16 @@ def test_the_demo_ends_bit_equal_with_the_stand_in_engine_and_says_so():
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.torch
+def test_sharded_trainers_with_32_bit_masters_end_bit_equal_too():
+    result, progress = run_demo("--engine", "torch", "--source", "fsdp", "--steps", "2")
+    check(result, 2)
+    assert result["source"] == "fsdp"
+    assert "FSDP2 shards in 32 bits, published in bf16" in progress
+
+
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.vllm
 @pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")
 def test_the_demo_ends_bit_equal_with_real_vllm_engines():
@@ -71,6 +81,13 @@ def test_missing_torch_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
     with pytest.raises(RejectedError, match=r"torch cannot be imported here; run `make demo`"):
         engines.engine_or_fallback("auto")
+
+
+def test_a_missing_source_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    engines.ensure_source("fsdp")
+    with pytest.raises(RejectedError, match=r"megatron-bridge is not installed .*make megatron"):
+        engines.ensure_source("megatron")
 
 
 def test_states_differ_in_a_single_bit_or_a_missing_name(tmp_path):

@@ -56,3 +56,25 @@ def test_refits_equal_bridges_own_export_and_facts_are_the_recorded_ones(tmp_pat
         assert len(summaries[0]["residual"]) == 8
     else:
         assert summaries[0]["direct"] == summaries[0]["total"]
+
+
+def test_the_demo_trains_a_megatron_model_and_ends_bit_equal():
+    """Experts over two ranks, gradients of real rewards, and a bridge that the publisher is given."""
+    command = [sys.executable, "-c", "from deltarefit.cli import main; main()", "demo", "--json", "--source", "megatron"]
+    done = subprocess.run([*command, "--engine", "torch", "--steps", "2"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert (result["bit_equal"], result["source"], len(result["refits"])) == (True, "megatron", 2)
+
+
+def test_a_tensor_that_bridge_silently_skips_is_refused_by_name(tmp_path):
+    """Bridge only logs that it cannot find a name, and leaves the tensor out of its tasks (sources.md, trap 2)."""
+    from safetensors.torch import load_file, save_file
+
+    write_case_checkpoint(CASES["hybrid_experts"], tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match=r"backbone.embedding.weight BF16\[250, 64\]: no rank has any part of it"):
+        run_ranks("hybrid_experts", tmp_path)

@@ -165,7 +165,9 @@ def make_model(
         _pretend_mamba()
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
 
+    tensor_parallel_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     sizes = dict(sizes or {})
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -198,5 +200,6 @@ _ON_CPU: Mapping[str, Any] = {
     "persist_layer_norm": False,
     "moe_permute_fusion": False,
     "apply_rope_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
 }
 """Fused kernels need a GPU or TransformerEngine."""

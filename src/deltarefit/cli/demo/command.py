@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from deltarefit.cli._output import EXIT_FAILED, emit, format_nbytes, guarded, json_option, print_table
-from deltarefit.cli.demo.engines import engine_or_fallback
+from deltarefit.cli.demo.engines import engine_or_fallback, ensure_source
 from deltarefit.cli.demo.run import DemoOptions, DemoResult, Refit, run_demo
 
 __all__ = ["demo"]
@@ -28,6 +28,13 @@ _STAGES = ("scan", "encode", "send", "fetch", "apply", "verify", "commit")
     help="The rollout engines: real vLLM, or a transformers model behind a loader that fuses and slices as engines do.",
 )
 @click.option(
+    "--source",
+    type=click.Choice(["torch", "fsdp", "megatron"]),
+    default="torch",
+    show_default=True,
+    help="The trainers: whole models, FSDP2 shards of 32-bit weights, or Megatron (where installed), experts over the ranks.",
+)
+@click.option(
     "--steps", type=click.IntRange(1, 1000), default=6, show_default=True, help="Training steps, each followed by a refit."
 )
 @click.option("--learning-rate", type=float, default=2e-6, show_default=True, help="RL runs use about 1e-6.")
@@ -40,19 +47,29 @@ _STAGES = ("scan", "encode", "send", "fetch", "apply", "verify", "commit")
 @click.option("--kill", is_flag=True, help="Kill one engine with SIGKILL in the middle of every other refit, and restart it.")
 @json_option
 @guarded
-def demo(*, engine: str, steps: int, learning_rate: float, directory: Path | None, kill: bool, as_json: bool) -> None:
+def demo(
+    *, engine: str, source: str, steps: int, learning_rate: float, directory: Path | None, kill: bool, as_json: bool
+) -> None:
     """Train a tiny model with RL and refit real rollout engines after each step, checking every bit.
 
-    Two trainer ranks (torch.distributed) hold a tiny Qwen3-MoE. Two rollout engines generate completions, which are rewarded
-    and trained on; after each optimizer step only the changed bits travel. Every engine is then compared, byte for byte, with a
-    fresh load of the same weights. Once, a payload is damaged in transit, and the refit recovers. With --kill an engine dies in
-    every other refit: that refit goes on with the others, and the restarted engine gets what it lacks in the next one.
+    Two trainer ranks (torch.distributed) hold a tiny Qwen3-MoE, whole or in shards. Two rollout engines generate completions,
+    which are rewarded and trained on; after each optimizer step only the changed bits travel. Every engine is then compared,
+    byte for byte, with a fresh load of the same weights. Once, a payload is damaged in transit, and the refit recovers. With
+    --kill an engine dies in every other refit: that refit goes on with the others, and the restarted engine gets what it lacks
+    in the next one.
     """
+    ensure_source(source)
     chosen, note = engine_or_fallback(engine)
     home = directory if directory is not None else Path(tempfile.mkdtemp(prefix="deltarefit-demo-"))
     home.mkdir(parents=True, exist_ok=True)
     options = DemoOptions(
-        engine=chosen, steps=steps, learning_rate=learning_rate, directory=home, corrupt_step=min(3, steps), kill=kill
+        engine=chosen,
+        source=source,
+        steps=steps,
+        learning_rate=learning_rate,
+        directory=home,
+        corrupt_step=min(3, steps),
+        kill=kill,
     )
     if note:
         click.echo(note, err=True)

@@ -12,7 +12,7 @@ import deltarefit
 from deltarefit.cli.demo.state import write_state
 from deltarefit.errors import RejectedError
 
-__all__ = ["engine_or_fallback", "open_engine"]
+__all__ = ["engine_or_fallback", "ensure_source", "open_engine"]
 
 Completions = tuple[list[list[list[int]]], list[list[float]]]
 
@@ -40,6 +40,17 @@ def engine_or_fallback(wanted: str) -> tuple[str, str]:
         raise RejectedError("engine vllm: vLLM is not installed in this environment; run `make install`, or use --engine torch")
     note = "" if wanted == "vllm" else "The engines are transformers models behind a loader that fuses as engines do, not vLLM."
     return wanted, note
+
+
+def ensure_source(source: str) -> None:
+    """Raises:
+    RejectedError: the trainers' framework is not installed.
+    """
+    if source == "megatron" and not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge")):
+        raise RejectedError(
+            "source megatron: megatron-bridge is not installed in this environment; run `make megatron`, then "
+            ".venv-megatron/bin/deltarefit demo --source megatron"
+        )
 
 
 def open_engine(engine: str, checkpoint: str, completion_tokens: int) -> Any:

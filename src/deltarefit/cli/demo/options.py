@@ -8,6 +8,8 @@ __all__ = ["RolloutOptions", "TrainerOptions"]
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    source: str
+    """The framework: torch, fsdp or megatron."""
     checkpoint: str
     run: str
     rendezvous: str

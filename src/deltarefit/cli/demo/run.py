@@ -40,6 +40,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a user can choose."""
 
     engine: str
+    source: str = "torch"
+    """What the trainers use: torch, fsdp or megatron."""
     steps: int
     learning_rate: float
     directory: Path
@@ -85,6 +87,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     refits: tuple[Refit, ...]
     bit_equal: bool
     engine: str
+    source: str
     note: str
     recovered_attempts: int
     kills: int
@@ -154,6 +157,7 @@ def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResu
         refits=tuple(refits),
         bit_equal=bool(refits) and all(refit.bit_equal for refit in refits),
         engine=engine,
+        source=options.source,
         note=note,
         recovered_attempts=sum(refit.attempts - 1 for refit in refits),
         kills=sum(bool(refit.killed) for refit in refits),
@@ -180,6 +184,7 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
     run = (options.directory / "run").as_uri()
     lease_s = _KILL_LEASE_S if options.kill else _LEASE_S
     trainer = TrainerOptions(
+        options.source,
         str(checkpoint),
         run,
         str(options.directory / "rendezvous"),
@@ -189,9 +194,7 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
         lease_s=lease_s,
     )
     rollout = RolloutOptions(engine, str(checkpoint), run, task.COMPLETION_TOKENS, threads=1, lease_s=lease_s)
-    say(
-        f"starting {TRAINERS} trainer ranks (torch.distributed, gloo), {ENGINES} {engine} engines and an oracle, each a process"
-    )
+    say(f"starting {TRAINERS} trainer ranks ({options.source}, gloo), {ENGINES} {engine} engines and an oracle, each a process")
 
     def begin(role: str, module: str, *arguments: str) -> Child:
         child = start_child(role, module, arguments, environment, options.directory / "logs")
