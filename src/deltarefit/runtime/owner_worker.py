@@ -237,9 +237,10 @@ class OwnerWorker:
         ):
             for job in enumerate(self._scan(attempt)):
                 pipeline.submit(job)
+            # Counted first: a write during or after the proof must make the commit prove it again.
+            self._writes = None if self._count_writes is None else self._count_writes()
             with self._events.stage("recheck", attempt.attempt):
                 self._owner.verify()
-            self._writes = None if self._count_writes is None else self._count_writes()
             pipeline.finish()
         if manifest is not None:
             manifest.end()
