@@ -27,5 +27,5 @@ def test_what_is_timed_turns_the_old_shard_into_the_new_one(change_rate):
     resident = shard.before.copy()
     data = bench_kernels._owner(shard)
     assert len(payload.decode(data).items) == 2
-    bench_kernels._receiver(resident, data)
+    bench_kernels._receiver(bench_kernels._bind(resident, shard, None), data)
     assert np.array_equal(resident, shard.after)

@@ -89,7 +89,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 2; }
+API i64 deltarefit_abi() { return 4; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
@@ -113,12 +113,13 @@ API i64 deltarefit_best_isa() {
 
 API i64 deltarefit_panel_nbytes() { return PANEL_NBYTES; }
 
-API i64 deltarefit_scan_scratch_nbytes(i64 width, i64 elements) {
+// Of a shard of so many elements; `strided`: not every run of it is contiguous.
+API i64 deltarefit_scan_scratch_nbytes(i64 width, i64 elements, i64 strided) {
   switch (width) {
-    case 1: return portable::scan_scratch_nbytes<u8>(elements);
-    case 2: return portable::scan_scratch_nbytes<u16>(elements);
-    case 4: return portable::scan_scratch_nbytes<u32>(elements);
-    default: return portable::scan_scratch_nbytes<u64>(elements);
+    case 1: return portable::scan_scratch_nbytes<u8>(elements, strided);
+    case 2: return portable::scan_scratch_nbytes<u16>(elements, strided);
+    case 4: return portable::scan_scratch_nbytes<u32>(elements, strided);
+    default: return portable::scan_scratch_nbytes<u64>(elements, strided);
   }
 }
 
@@ -129,6 +130,15 @@ API i64 deltarefit_scan(ScanCall* call, i64 isa) {
 #endif
   (void)isa;
   return portable::scan(*call);
+}
+
+API u64 deltarefit_read_both(const u8* x, const u8* y, i64 nbytes, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::read_both(x, y, nbytes);
+  if (isa == 2) return avx2::read_both(x, y, nbytes);
+#endif
+  (void)isa;
+  return portable::read_both(x, y, nbytes);
 }
 
 // Elements changed, or a negative ApplyStatus, in which case nothing was written.

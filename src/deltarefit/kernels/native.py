@@ -25,8 +25,10 @@ __all__ = [
     "copy_pieces",
     "digest",
     "digest_elements",
+    "is_strided",
     "make_piece_table",
     "piece_table",
+    "read_both",
 ]
 
 Table = NDArray[np.int64]
@@ -47,9 +49,14 @@ def make_piece_table(pieces: tuple[Piece, ...]) -> Table:
 piece_table = lru_cache(maxsize=1024)(make_piece_table)
 
 
+def is_strided(pieces: tuple[Piece, ...]) -> bool:
+    """Whether some run, the innermost axis, is not contiguous in storage."""
+    return any(piece.storage.stride[-1] != 1 for piece in pieces)
+
+
 def _panel(pieces: tuple[Piece, ...]) -> NDArray[np.uint8] | None:
-    """Scratch memory for strided runs; None if there are none. A run is the innermost axis."""
-    if all(piece.storage.stride[-1] == 1 for piece in pieces):
+    """Scratch memory for strided runs; None if there are none."""
+    if not is_strided(pieces):
         return None
     return np.empty(library().deltarefit_panel_nbytes(), np.uint8)
 
@@ -142,3 +149,8 @@ def apply_columns(storage: Words, table: Table, num_pieces: int, cast: Cast, ite
             kept.append(whole)
             slots[number] = address(whole)
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
+
+
+def read_both(left: Words, right: Words, isa: Isa) -> None:
+    """Read two arrays of equal length and nothing else: the limit that benchmarks compare the scan with."""
+    library().deltarefit_read_both(address(left), address(right), min(left.nbytes, right.nbytes), isa)

@@ -22,7 +22,7 @@ from deltarefit.kernels.coding import (
 )
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ScanCall, address, library
-from deltarefit.kernels.native import piece_table
+from deltarefit.kernels.native import is_strided, piece_table
 from deltarefit.kernels.twins import is_contiguous
 from deltarefit.pieces import Piece
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
@@ -57,7 +57,8 @@ class _Scan:
         self._total = total_elements(pieces)
         self._table = piece_table(pieces)
         self._keep = (candidate, baseline)
-        self._scratch = np.empty(library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total), np.uint8)
+        scratch_nbytes = library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total, is_strided(pieces))
+        self._scratch = np.empty(scratch_nbytes, np.uint8)
         capacity = self._total if everything else min(self._total, _FIRST_CAPACITY)
         self._values = [np.empty(capacity, np.uint8) for _ in range(spec.element_nbytes)]
         self._locations = [np.empty(capacity, np.uint8)] if form is not LocationForm.RUN else []

@@ -1,7 +1,8 @@
 """Measure the kernels and the two ends of a refit, one thread, against copying and against reading the same bytes.
 
-CPU seconds of this thread, not wall time: machines are shared. All rows of one run use the same arrays, rounds are interleaved,
-and medians are reported; compare ratios, never seconds of two machines.
+CPU seconds of this thread, not wall time: machines are shared. All rows of a change rate use the same arrays, and every round
+runs every row once, so a ratio is taken between neighbours; what is reported is the median of the rounds' ratios. Compare
+ratios, never seconds of two machines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from deltarefit import kernels, payload
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
-from deltarefit.kernels import Isa
+from deltarefit.kernels import BoundPieces, Isa, native
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.records import CodedItem, Encoding
 
@@ -28,12 +29,15 @@ _TENSOR_ELEMENTS = 1_500_000
 """An expert's matrix, as in the paper's payload figures; the owner's and the receiver's rows work on such tensors."""
 _BASE_ELEMENTS = 1 << 24
 
+Name = tuple[str, str]
+"""What a row measures and on which instruction set; empty: the best here."""
+Jobs = Mapping[Name, Callable[[], object]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
     """A shard before and after a step, as bf16 words."""
 
-    change_rate: float
     before: Words
     after: Words
 
@@ -57,15 +61,11 @@ def _shard(num_elements: int, change_rate: float, seed: int) -> _Shard:
     moved = old * (1 + 0.01 * rng.standard_normal(places.size).astype(np.float32))
     new = ((moved.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
     after[places] = np.where(new == before[places], new ^ 1, new)
-    return _Shard(change_rate, before, after)
-
-
-def _whole(num_elements: int) -> Piece:
-    view = StridedView(0, (num_elements,), (1,))
-    return Piece(view, view)
+    return _Shard(before, after)
 
 
 def _encode(items: Sequence[CodedItem]) -> bytes:
+    """Byte planes, zstd and the keyless BLAKE2b digest of a payload."""
     return payload.encode(
         items,
         attempt=AttemptId("v000001-a1-bench"),
@@ -78,57 +78,77 @@ def _encode(items: Sequence[CodedItem]) -> bytes:
 
 
 def _scan(spec: TensorSpec, before: Words, after: Words, isa: Isa | None) -> CodedItem | None:
-    return kernels.scan(spec, after, before, [_whole(before.size)], Encoding.DIFFERENCE, isa=isa).item
+    return kernels.scan(spec, after, before, _whole(before.size), Encoding.DIFFERENCE, isa=isa).item
 
 
-def _owner(shard: _Shard) -> bytes:
-    items = [_scan(spec, before, after, None) for spec, before, after in shard.tensors()]
+def _owner(shard: _Shard, isa: Isa | None = None) -> bytes:
+    items = [_scan(spec, before, after, isa) for spec, before, after in shard.tensors()]
     return _encode([item for item in items if item is not None])
 
 
-def _receiver(resident: Words, data: bytes) -> None:
-    pieces = [_whole(_TENSOR_ELEMENTS)]
-    for number, item in enumerate(payload.decode(data).items):
-        kernels.apply_item(resident[number * _TENSOR_ELEMENTS : (number + 1) * _TENSOR_ELEMENTS], pieces, item)
+def _whole(num_elements: int) -> tuple[Piece, ...]:
+    view = StridedView(0, (num_elements,), (1,))
+    return (Piece(view, view),)
 
 
-def _apply_ready(resident: Words, items: Sequence[CodedItem]) -> None:
-    pieces = [_whole(_TENSOR_ELEMENTS)]
-    for number, item in enumerate(items):
-        kernels.apply_item(resident[number * _TENSOR_ELEMENTS : (number + 1) * _TENSOR_ELEMENTS], pieces, item)
+def _bind(resident: Words, shard: _Shard, isa: Isa | None) -> list[BoundPieces]:
+    pieces = _whole(_TENSOR_ELEMENTS)
+    return [
+        BoundPieces(resident[number * _TENSOR_ELEMENTS : (number + 1) * _TENSOR_ELEMENTS], pieces, spec, isa=isa)
+        for number, (spec, _, _) in enumerate(shard.tensors())
+    ]
 
 
-def _jobs(shard: _Shard) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is measured, by (name, isa)."""
+def _apply(bound: Sequence[BoundPieces], items: Sequence[CodedItem]) -> None:
+    for pieces, item in zip(bound, items, strict=True):
+        pieces.apply_item(item)
+
+
+def _receiver(bound: Sequence[BoundPieces], data: bytes) -> None:
+    _apply(bound, payload.decode(data).items)
+
+
+def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
+    """Everything that is measured on one shard. ``receiver`` includes checking the payload's digest and decompressing."""
+    pieces = _whole(shard.before.size)
     spec = TensorSpec("shard", "BF16", (shard.before.size,))
-    piece = [_whole(shard.before.size)]
     copy, tracker, resident = np.empty_like(shard.before), shard.before.copy(), shard.before.copy()
     data = _owner(shard)
     items = payload.decode(data).items
-    before, after = shard.before.view(np.uint64), shard.after.view(np.uint64)
-    jobs: dict[tuple[str, str], Callable[[], object]] = {
-        ("memcpy", ""): lambda: np.copyto(copy, shard.after),
-        ("read", ""): lambda: (np.add.reduce(before), np.add.reduce(after)),
-        ("owner", ""): lambda: _owner(shard),
-        ("receiver", ""): lambda: _receiver(resident, data),
-        ("apply", ""): lambda: _apply_ready(resident, items),
-        ("digest", ""): lambda: kernels.digest(shard.after, piece),
-        ("commit", ""): lambda: kernels.commit(tracker, shard.after, piece),
-    }
+    fastest = kernels.available_isas()[-1]
+    jobs: dict[Name, Callable[[], object]] = {("memcpy", ""): lambda: np.copyto(copy, shard.after)}
+    if fastest is Isa.NUMPY:
+        jobs["read", ""] = lambda: (np.add.reduce(shard.before), np.add.reduce(shard.after))
+    else:
+        jobs["read", ""] = lambda: native.read_both(shard.before, shard.after, fastest)
     for isa in kernels.available_isas():
-        if isa is not Isa.NUMPY:
-            jobs["scan", isa.name.lower()] = lambda isa=isa: _scan(spec, shard.before, shard.after, isa)  # type: ignore[misc]
+        if isa is Isa.NUMPY and isa is not fastest:
+            continue
+        bound = _bind(resident, shard, isa)
+        measured = {
+            "scan": lambda isa=isa: _scan(spec, shard.before, shard.after, isa),
+            "owner": lambda isa=isa: _owner(shard, isa),
+            "receiver": lambda bound=bound: _receiver(bound, data),
+            "apply": lambda bound=bound: _apply(bound, items),
+            "digest": lambda isa=isa: kernels.digest(shard.after, pieces, isa=isa),
+            "commit": lambda isa=isa: kernels.commit(tracker, shard.after, pieces, isa=isa),
+        }
+        jobs |= {(name, isa.name.lower()): job for name, job in measured.items()}
     return jobs
 
 
-def _medians(jobs: Mapping[tuple[str, str], Callable[[], object]], rounds: int) -> dict[tuple[str, str], float]:
-    spent: dict[tuple[str, str], list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
+def _rounds(jobs: Jobs, rounds: int) -> list[dict[Name, float]]:
+    """Seconds of every job in every round; the first, unmeasured, round warms memory and caches."""
+    measured: list[dict[Name, float]] = []
+    for number in range(-1, rounds):
+        spent: dict[Name, float] = {}
         for name, job in jobs.items():
             start_s = time.thread_time()
             job()
-            spent[name].append(time.thread_time() - start_s)
-    return {name: statistics.median(seconds) for name, seconds in spent.items()}
+            spent[name] = time.thread_time() - start_s
+        if number >= 0:
+            measured.append(spent)
+    return measured
 
 
 def _extra_memory(shard: _Shard) -> float:
@@ -144,28 +164,31 @@ def _extra_memory(shard: _Shard) -> float:
     return peak_nbytes / max(1, sum(plane.nbytes for plane in planes))
 
 
+def _row(name: Name, change_rate: float, rounds: Sequence[Mapping[Name, float]]) -> dict[str, object]:
+    return {
+        "name": name[0],
+        "isa": name[1],
+        "change_rate": change_rate,
+        "median_s": statistics.median(spent[name] for spent in rounds),
+        "ratio_to_memcpy": statistics.median(spent[name] / spent["memcpy", ""] for spent in rounds),
+        "ratio_to_read": statistics.median(spent[name] / spent["read", ""] for spent in rounds),
+    }
+
+
 def run(
-    *, nbytes: int = 512 * 2**20, change_rates: Sequence[float] = (0.01, 0.03, 0.05), rounds: int = 5, seed: int = 7
+    *, nbytes: int = 512 * 2**20, change_rates: Sequence[float] = (0.01, 0.03, 0.05), rounds: int = 7, seed: int = 7
 ) -> dict[str, Any]:
-    """Rows with ``name``, ``isa`` (empty: the best here), ``change_rate``, ``median_s`` and the two ratios.
+    """Rows with ``name``, ``isa``, ``change_rate``, ``median_s`` and the two ratios; needs about six times ``nbytes``.
 
     ``ratio_to_memcpy`` compares with copying the shard once; ``ratio_to_read`` with reading shard and baseline once each.
+    ``scan_memory_to_outputs`` is the peak memory of a scan over the columns that it returns, by change rate.
     """
     rows: list[dict[str, object]] = []
     memory: dict[str, float] = {}
     for change_rate in change_rates:
         shard = _shard(nbytes // 2 // 4 * 4, change_rate, seed)
-        medians = _medians(_jobs(shard), rounds)
+        jobs = _jobs(shard)
+        measured = _rounds(jobs, rounds)
         memory[f"{change_rate:g}"] = _extra_memory(shard)
-        for (name, isa), median_s in medians.items():
-            rows.append(
-                {
-                    "name": name,
-                    "isa": isa,
-                    "change_rate": change_rate,
-                    "median_s": median_s,
-                    "ratio_to_memcpy": median_s / medians["memcpy", ""],
-                    "ratio_to_read": median_s / medians["read", ""],
-                }
-            )
+        rows += [_row(name, change_rate, measured) for name in jobs]
     return {"rows": rows, "scan_memory_to_outputs": memory}
