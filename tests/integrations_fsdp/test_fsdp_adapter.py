@@ -1,9 +1,4 @@
-"""Sharded transformers models: all layouts on all ranks of a job, in one process.
-
-torch's fake process group places shards without communicating, so each rank's model is made in turn.
-"""
-
-import contextlib
+"""Sharded transformers models: all layouts on all ranks of a job, in one process."""
 
 import numpy as np
 import pytest
@@ -11,14 +6,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch.distributed as dist  # noqa: E402
+from fsdp_layouts import ARCHITECTURE, make, rank_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
-from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor  # noqa: E402
 
 from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
@@ -30,92 +22,6 @@ from deltarefit.testing.collective import ThreadCollective, run_ranks  # noqa: E
 
 pytestmark = pytest.mark.torch
 ONE_THREAD = SourceSettings(scan_threads=1)
-PLAN = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1, "embed_tokens": 0}
-
-
-@contextlib.contextmanager
-def rank_of(world_size, rank):
-    """This process as one rank of a job."""
-    _clear_sharding_prop_cache()  # it remembers another rank's mesh, which compares equal
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def blocks(model):
-    return [*model.model.layers, model]
-
-
-def fsdp(model, mesh):
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-
-
-def shard_by(model, mesh, placements_of):
-    """Replace parameters by DTensors, cut locally."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placements = placements_of(module, name, parameter)
-            if placements is not None:
-                made = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-                setattr(module, name, nn.Parameter(made))
-    return model
-
-
-def tensor_parallel(model, mesh):
-    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-
-    def placements(module, name, parameter):
-        dim = PLAN.get(names[module])
-        return None if dim is None or name != "weight" else [Shard(dim)]
-
-    return shard_by(model, mesh, placements)
-
-
-def expert_parallel(model, mesh):
-    return shard_by(model, mesh, lambda module, name, parameter: [Shard(0)] if parameter.ndim == 3 else None)
-
-
-def fused_tensor_parallel(model, mesh):
-    """What transformers' own plans do with stacked experts: gate and up rows of every rank, inner columns of down."""
-
-    def placements(module, name, parameter):
-        return {"gate_up_proj": [_StridedShard(1, split_factor=2)], "down_proj": [Shard(2)]}.get(name)
-
-    return shard_by(model, mesh, placements)
-
-
-def make(layout, world_size):
-    mesh = init_device_mesh
-    match layout:
-        case "fsdp":
-            fsdp(model := tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
-        case "hsdp":
-            fsdp(model := tiny_model("qwen3_moe"), mesh("cpu", (2, world_size // 2), mesh_dim_names=("copies", "shards")))
-        case "fsdp_columns":
-            model = tiny_model("qwen3")
-            for block in blocks(model):
-                fully_shard(
-                    block, mesh=mesh("cpu", (world_size,)), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0)
-                )
-        case "tp":
-            model = tensor_parallel(tiny_model("qwen3"), mesh("cpu", (world_size,)))
-        case "tp_fsdp":
-            both = mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-            model = tensor_parallel(tiny_model("qwen3"), both["tp"])
-            fsdp(model, both["dp"])
-        case "ep":
-            model = expert_parallel(tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
-        case "fused_tp":
-            model = fused_tensor_parallel(tiny_model("qwen3_moe"), mesh("cpu", (world_size,)))
-        case "tied_fsdp":
-            fsdp(model := tiny_model("qwen3_tied"), mesh("cpu", (world_size,)))
-    return model
-
-
-ARCHITECTURE = {"fsdp_columns": "qwen3", "tp": "qwen3", "tp_fsdp": "qwen3", "tied_fsdp": "qwen3_tied"}
 
 
 def sources_of(layout, world_size):

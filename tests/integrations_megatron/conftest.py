@@ -1,4 +1,4 @@
-"""Puts this folder on the path: its tests share ``source_cases``."""
+"""Puts this folder on the path: its tests share ``megatron_cases`` and ``stand_ins``."""
 
 import sys
 from pathlib import Path
