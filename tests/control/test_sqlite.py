@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+import threading
 from contextlib import closing
 
 import pytest
@@ -69,6 +70,19 @@ def test_a_writer_that_sits_on_the_lock_delays_a_swap_no_longer_than_the_timeout
         assert store.read()[0] == b"1"
         other.execute("ROLLBACK")
     assert store.swap(tag, b"2")
+
+
+def test_a_file_that_another_process_writes_while_it_becomes_a_log_is_waited_for(path):
+    store = SqliteRecordStore(path)
+    path.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("CREATE TABLE other (x)")  # still with a rollback journal
+        other.execute("BEGIN IMMEDIATE")
+        release = threading.Timer(0.2, other.execute, ["ROLLBACK"])
+        release.start()
+        assert store.swap(ABSENT, b"1")
+        release.join()
+    assert store.read()[0] == b"1"
 
 
 @pytest.mark.parametrize("content", [b"not a database, but long enough to have a header" * 50, b"short"])

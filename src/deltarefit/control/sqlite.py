@@ -8,6 +8,7 @@ that is killed or frozen between calls holds no lock, and nothing but the databa
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ class SqliteRecordStore:
             self._set_up(connection)
             connection.execute("BEGIN IMMEDIATE")
             try:
+                connection.execute(_SCHEMA)
                 if not self._replace(connection, tag, new):
                     connection.execute("ROLLBACK")
                     return False
@@ -93,13 +95,25 @@ class SqliteRecordStore:
             raise RejectedError(f"{self.place}: the folder of the control record cannot be made: {error}") from error
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
-        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        mode = self._turned_to_wal(connection)
         if mode != "wal":
             raise RejectedError(
                 f"{self.place}: this file system cannot hold a write-ahead log (journal mode {mode!r}); put the run on a local "
                 "disk, or use an object store"
             )
-        connection.execute(_SCHEMA)
+
+    def _turned_to_wal(self, connection: sqlite3.Connection) -> str:
+        # SQLite's busy timeout does not cover this one statement: of several processes that make a new file, some fail at once.
+        waited_s, pause_s = 0.0, 0.001
+        while True:
+            try:
+                return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or waited_s >= self._busy_timeout_s:
+                    raise
+            threading.Event().wait(pause_s)
+            waited_s += pause_s
+            pause_s = min(2 * pause_s, 0.05)
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
