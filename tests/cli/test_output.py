@@ -13,20 +13,6 @@ from deltarefit.errors import BaseMismatchError
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("4096", 4096), ("256MiB", 2**28), ("256M", 2**28), ("1.5 GB", 1_500_000_000), ("2kB", 2000), ("1TiB", 2**40)],
-)
-def test_parse_nbytes(text, nbytes):
-    assert _output.parse_nbytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "3 apples", "1e9", "0x10"])
-def test_parse_nbytes_refuses(text):
-    with pytest.raises(ValueError, match="expected a number"):
-        _output.parse_nbytes(text)
-
-
-@pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (1000 * 2**20, "1000 MiB"), (2**50, "1024 TiB")],
 )

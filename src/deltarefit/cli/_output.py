@@ -16,7 +16,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 import msgspec
 
-from deltarefit.errors import RefitError
+from deltarefit.errors import RefitError, RejectedError
+from deltarefit.units import parse_nbytes
 
 __all__ = [
     "EXIT_FAILED",
@@ -30,7 +31,6 @@ __all__ = [
     "guarded",
     "json_option",
     "now_s",
-    "parse_nbytes",
     "print_table",
     "progress",
 ]
@@ -38,13 +38,6 @@ __all__ = [
 EXIT_FAILED = 1
 """The check failed or the work did."""
 
-_UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
-_NBYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PLAIN_LINES = 10
 """Most lines per stage where no terminal shows a bar."""
 _PLAIN_PAUSE_S = 2.0
@@ -53,18 +46,6 @@ _PLAIN_PAUSE_S = 2.0
 _QUANTITY = re.compile(r"-|[-+]?[0-9][0-9.,]*(e[-+]?[0-9]+)?( ?(%|x|B|KiB|MiB|GiB|TiB|s|ms))?")
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-
-
-def parse_nbytes(text: str) -> int:
-    """Bytes from ``4096``, ``256MiB``, ``256M`` (the same) or ``1.5 GB``.
-
-    Raises:
-        ValueError: not a number with a known unit.
-    """
-    match = _NBYTES.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"size {text!r}: expected a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class NbytesType(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
@@ -77,7 +58,7 @@ class NbytesType(click.ParamType):  # type: ignore[type-arg]  # generic only sin
             return value
         try:
             return parse_nbytes(value)
-        except ValueError as error:
+        except RejectedError as error:
             self.fail(str(error), param, ctx)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.source import Collective, SourceAdapter
 
 __all__ = [
+    "TrainingSide",
     "WriteGuard",
     "catalog_of_checkpoint",
     "catalog_of_config",
@@ -23,6 +25,7 @@ __all__ = [
     "set_options",
     "source_adapter",
     "source_integration",
+    "training_side",
     "write_guard",
 ]
 
@@ -93,6 +96,41 @@ def source_adapter(integration: ModuleType, model: Any, collective: Collective, 
     if isinstance(given.get("manifest"), str):
         given["manifest"] = Path(given["manifest"])
     return integration.source_adapter(model, collective=collective, **given)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSide:
+    """What one training rank refits from."""
+
+    adapter: SourceAdapter
+    collective: Collective
+    own_collective: Any
+    """The collective, if it was made here: the caller's to close. Else None."""
+
+
+def training_side(
+    model: Any,
+    adapter: SourceAdapter | None,
+    collective: Collective | None,
+    options: Mapping[str, Any],
+    *,
+    group_timeout_s: float,
+) -> TrainingSide:
+    """The caller's adapter and collective, or those of the integration that knows the model.
+
+    Raises:
+        RejectedError: no integration knows it, it cannot be mapped, or the caller gives both an adapter and options for one.
+    """
+    own_collective = None
+    if adapter is None or collective is None:
+        integration = source_integration(model)
+        if collective is None:
+            collective = own_collective = integration.default_collective(timeout_s=group_timeout_s)
+    if adapter is None:
+        adapter = source_adapter(integration, model, collective, options)
+    elif given := set_options(options):
+        raise RejectedError(f"Publisher got an adapter and {', '.join(given)}; give these to the adapter itself")
+    return TrainingSide(adapter, collective, own_collective)
 
 
 def catalog_of_config(path: Path) -> Catalog:

@@ -20,7 +20,7 @@ from deltarefit.errors import (
     RejectedError,
 )
 from deltarefit.protocol import CommitRecord, ControlState, Delivery, UnfinishedAttempt, commands, events
-from deltarefit.runtime.adapters import set_options, source_adapter, source_integration, write_guard
+from deltarefit.runtime.adapters import training_side, write_guard
 from deltarefit.runtime.auditing import AuditReport, audit
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.coordinator import Coordinator
@@ -99,52 +99,23 @@ class Publisher:
         self.settings = settings or PublisherSettings()
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
-        self._own_collective: Any = None
-        if adapter is None or collective is None:
-            integration = source_integration(model)
-            if collective is None:
-                collective = self._own_collective = integration.default_collective(timeout_s=self.settings.group_timeout_s)
-        options = {"manifest": manifest, "export": export, "export_by_layer": export_by_layer, "bridge": bridge}
-        if adapter is None:
-            adapter = source_adapter(integration, model, collective, options)
-        elif given := set_options(options):
-            raise RejectedError(f"Publisher got an adapter and {', '.join(given)}; give these to the adapter itself")
-        self._collective = collective
+        self._key = key
         self._is_closed = False
         self._busy = threading.Lock()
-        share_nbytes = adapter.catalog().nbytes // collective.world_size
-        self._source = open_source(adapter, collective, source_settings(self.settings, share_nbytes))
-        self._store = together(collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
-        self._axis = TimeAxis(boot_id())
-        log = EventLog(self._clock, f"owner {collective.rank}")
-        self.observers = Observers(self.settings, log.where, self._clock, serves_metrics=collective.rank == 0)
-        self.observers.watch(log)
-        self._sender = attempt_sender(
-            self._store,
-            collective.rank,
-            self.settings,
-            key=key,
-            wrap=wrap_sender,
-            log=log,
-            clock=self._clock,
-            ids=self._ids,
-        )
-        self._key = key
-        self._steps = write_guard(model)
-        worker = OwnerWorker(
-            self._source.owner,
-            self._sender,
-            self._store,
-            log,
-            clock=self._clock,
-            key=key,
-            count_writes=self._steps.count_writes,
-        )
-        self._owners = OwnerGroup(worker, collective, clock=self._clock, axis=self._axis)
-        self._initial = self._exchange_digests(worker)
         self._hold: RunHold | None = None
         self._session: Session | None = None
-        together(collective, f"taking run {run}", self._take_run)
+        options = {"manifest": manifest, "export": export, "export_by_layer": export_by_layer, "bridge": bridge}
+        side = training_side(model, adapter, collective, options, group_timeout_s=self.settings.group_timeout_s)
+        self._collective, self._own_collective = side.collective, side.own_collective
+        share_nbytes = side.adapter.catalog().nbytes // self._collective.world_size
+        self._source = open_source(side.adapter, self._collective, source_settings(self.settings, share_nbytes))
+        self._store = together(self._collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
+        self._axis = TimeAxis(boot_id())
+        self._steps = write_guard(model)
+        worker = self._new_worker(wrap_sender)
+        self._owners = OwnerGroup(worker, self._collective, clock=self._clock, axis=self._axis)
+        self._initial = self._exchange_digests(worker)
+        together(self._collective, f"taking run {run}", self._take_run)
         try:
             record = self._share_record()
         except BaseException:
@@ -238,6 +209,31 @@ class Publisher:
         self.close()
 
     # --- setting up -------------------------------------------------------------------------------------------------
+
+    def _new_worker(self, wrap_sender: Callable[[PayloadSender], PayloadSender] | None) -> OwnerWorker:
+        """This rank's owner, with what it sends through and who watches it."""
+        log = EventLog(self._clock, f"owner {self._collective.rank}")
+        self.observers = Observers(self.settings, log.where, self._clock, serves_metrics=self._collective.rank == 0)
+        self.observers.watch(log)
+        self._sender = attempt_sender(
+            self._store,
+            self._collective.rank,
+            self.settings,
+            key=self._key,
+            wrap=wrap_sender,
+            log=log,
+            clock=self._clock,
+            ids=self._ids,
+        )
+        return OwnerWorker(
+            self._source.owner,
+            self._sender,
+            self._store,
+            log,
+            clock=self._clock,
+            key=self._key,
+            count_writes=self._steps.count_writes,
+        )
 
     def _exchange_digests(self, worker: OwnerWorker) -> list[OwnerReply]:
         """Every rank learns the digests of what all ranks own."""

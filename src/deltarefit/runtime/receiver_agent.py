@@ -84,16 +84,25 @@ class Receiver:
         self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
         self._presence.note(node=self._feeds.node)
         self._news = threading.Event()
-        self._mailroom = MailRoom(
+        self._mailroom = self._new_mailroom()
+        self._application = self._new_application()
+        self._desk = self._new_desk()
+        self._standing = self._new_standing(ids)
+        self._standing.shut_if_left_behind()
+
+    def _new_mailroom(self) -> MailRoom:
+        return MailRoom(
             self._mailbox,
             self._clock,
             busy=busy_pace(self._store, self._clock),
             idle=idle_pace(self._store, self._clock),
             news=self._news,
         )
-        self._application = Application(
+
+    def _new_application(self) -> Application:
+        return Application(
             self.name,
-            engine=engine,
+            engine=self._engine,
             store=self._store,
             feeds=self._feeds,
             log=self._log,
@@ -104,9 +113,11 @@ class Receiver:
             settings=reception_settings(self.settings),
             limits=delivery_limits(self.settings),
         )
-        self._desk = ReceiverDesk(
+
+    def _new_desk(self) -> ReceiverDesk:
+        return ReceiverDesk(
             self.name,
-            engine=engine,
+            engine=self._engine,
             application=self._application,
             presence=self._presence,
             mailbox=self._mailroom,
@@ -115,9 +126,11 @@ class Receiver:
             request_timeout_s=self.settings.request_timeout_s,
             prewarm_anew=self._prewarm_anew,
         )
-        self._standing = Standing(
+
+    def _new_standing(self, ids: IdSource) -> Standing:
+        return Standing(
             self.name,
-            engine=engine,
+            engine=self._engine,
             store=self._store,
             control=control_plane(self._store, self._clock, ids),
             application=self._application,
@@ -125,7 +138,6 @@ class Receiver:
             desk=self._desk,
             clock=self._clock,
         )
-        self._standing.shut_if_left_behind()
 
     @classmethod
     def attach(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,36 +11,9 @@ from typing import Any, Literal, Self
 import msgspec
 
 from deltarefit.errors import RejectedError
+from deltarefit.units import parse_nbytes
 
-__all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings", "parse_nbytes"]
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_NBYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_nbytes(text: str | int) -> int:
-    """Bytes from ``4096``, ``"256MiB"`` or ``"1.5 GB"``.
-
-    Raises:
-        RejectedError: not a number with a known unit.
-    """
-    if isinstance(text, int):
-        return text
-    match = _NBYTES.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise RejectedError(f"size {text!r}: expected a number and B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+__all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings"]
 
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
