@@ -4,6 +4,7 @@ Knows torch; imports ``placement``, ``kernels``, ``payload`` and ``bits``. Impor
 handed in. Paper 6, A.2; design section 4; design note 0006.
 """
 
+from deltarefit.receiver.outcomes import TensorOutcome, outcomes_of, tensor_outcomes
 from deltarefit.receiver.rank import RankReceiver
 from deltarefit.receiver.report import (
     MergedReport,
@@ -27,8 +28,11 @@ __all__ = [
     "RankReceiver",
     "RankSurvey",
     "ReceiverSettings",
+    "TensorOutcome",
     "TensorRoute",
     "merge_digests",
     "merge_reports",
+    "outcomes_of",
     "survey_ranks",
+    "tensor_outcomes",
 ]

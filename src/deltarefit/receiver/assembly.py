@@ -36,18 +36,27 @@ from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.receiver.writers import WordsTarget, target_of_piece, targets_of
 
-__all__ = ["Assembly", "DigestPlan", "Prewarmed", "refusal"]
+__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "refusal"]
 
 _SHOWN = 20
 _MAX_PARTS = 64
 """Boxes of one tensor whose digests are shown one by one; enough for fused projections whose groups are replicated."""
 
 
-def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> RejectedError:
+class PrewarmRefusedError(RejectedError):
+    """Tensors that cannot be refit."""
+
+    def __init__(self, text: str, reasons: Mapping[str, str]) -> None:
+        super().__init__(text)
+        self.reasons = dict(reasons)
+        """Canonical tensors, or parameters where no tensor is at fault, and why."""
+
+
+def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> PrewarmRefusedError:
     """One error that lists tensors with their reasons."""
     lines = [f"  {name}: {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
     more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-    return RejectedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n" + "\n".join(lines) + more)
+    return PrewarmRefusedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n" + "\n".join(lines) + more, reasons)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ import torch
 from deltarefit import kernels
 from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import LoaderContractError, PayloadInvalidError, RejectedError
+from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver.assembly import Prewarmed
@@ -33,17 +34,26 @@ class RankReceiver:
     any error of ``apply`` storage may hold a mixture of old and new bits until an overwrite attempt has passed (paper 6.3).
     """
 
-    def __init__(self, model: torch.nn.Module, load_weights: LoadWeights, *, settings: ReceiverSettings | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        load_weights: LoadWeights,
+        *,
+        settings: ReceiverSettings | None = None,
+        after_load: AfterLoad | None = None,
+    ) -> None:
         """Nothing is read or changed yet.
 
         Args:
             model: holds every tensor that the loader writes as a parameter or buffer.
             load_weights: the engine's own loader; takes (canonical name, tensor) pairs and copies them into place.
             settings: how to receive.
+            after_load: the engine's post-load steps, if they moved or derived anything since ``model`` was loaded.
         """
         self._model = model
         self._load_weights = load_weights
         self._settings = settings or ReceiverSettings()
+        self._after_load = after_load
         self._prewarmed: Prewarmed | None = None
         self._path: LoaderPath | None = None
         self._plan: RefitPlan | None = None

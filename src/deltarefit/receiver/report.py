@@ -47,6 +47,8 @@ class TensorRoute(msgspec.Struct, frozen=True):
     """Equal for ranks that hold the same canonical elements; empty if unknown."""
     is_dense: bool = False
     """Whether every element must be sent each time: the loader's computation cannot be masked."""
+    is_rerun: bool = False
+    """Whether the engine's post-load step derives further state from it, which is computed anew after each refit."""
 
 
 class PrewarmReport(msgspec.Struct, frozen=True):
