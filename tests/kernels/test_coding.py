@@ -152,3 +152,22 @@ def test_arbitrary_columns_never_write_outside(isa, form, planes, count, start):
     except PayloadInvalidError:
         changed = 0
     assert np.count_nonzero(storage) == changed
+
+
+@settings(max_examples=60, deadline=None)
+@given(plane=st.lists(st.one_of(st.just(255), st.integers(0, 255)), max_size=700), step=st.sampled_from([1, 2]))
+def test_totals_of_a_plane_agree(plane, step):
+    bytes_ = np.array(plane, np.uint8)[::step]
+    expected = (sum(bytes_.tolist()), bytes_.tolist().count(255))
+    assert [kernels.plane_totals(bytes_, isa=isa) for isa in ALL] == [expected] * len(ALL)
+
+
+def test_totals_of_a_long_plane_do_not_overflow():
+    plane = np.full(2**25 + 3, 254, np.uint8)
+    plane[-1] = 255
+    assert {kernels.plane_totals(plane, isa=isa) for isa in ALL} == {(254 * (2**25 + 2) + 255, 1)}
+
+
+def test_totals_are_of_flat_bytes():
+    with pytest.raises(RejectedError, match="expected flat bytes, got uint16"):
+        kernels.plane_totals(np.zeros(3, np.uint16))

@@ -14,6 +14,7 @@ from deltarefit.kernels.api import (
     digest,
     digest_records,
     gather,
+    plane_totals,
     scan,
 )
 from deltarefit.kernels.bound import BoundPieces
@@ -33,5 +34,6 @@ __all__ = [
     "digest",
     "digest_records",
     "gather",
+    "plane_totals",
     "scan",
 ]

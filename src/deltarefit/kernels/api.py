@@ -25,9 +25,9 @@ from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
 from deltarefit.pieces import Cast, Piece
-from deltarefit.records import CodedItem, Encoding, ScanResult
+from deltarefit.records import CodedItem, Encoding, Plane, ScanResult
 
-__all__ = ["apply", "apply_item", "available_isas", "commit", "digest", "digest_records", "gather", "scan"]
+__all__ = ["apply", "apply_item", "available_isas", "commit", "digest", "digest_records", "gather", "plane_totals", "scan"]
 
 
 def scan(
@@ -201,3 +201,11 @@ def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | Non
     if resolve(isa) is Isa.NUMPY:
         return digest_of_elements(flat_index, bits)
     return native.digest_elements(flat_index, bits)
+
+
+def plane_totals(plane: Plane, *, isa: Isa | None = None) -> tuple[int, int]:
+    """Sum of the bytes of a plane of shape [n], and how many of them are escapes (255): what proves where gaps lead."""
+    if plane.dtype != np.uint8 or plane.ndim != 1:
+        raise RejectedError(f"totals of a plane: expected flat bytes, got {plane.dtype} of {plane.shape}")
+    chosen = resolve(isa)
+    return twins.plane_totals(plane) if chosen is Isa.NUMPY else native.plane_totals(plane, chosen)

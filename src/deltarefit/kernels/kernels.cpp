@@ -89,7 +89,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 4; }
+API i64 deltarefit_abi() { return 5; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
@@ -139,6 +139,16 @@ API u64 deltarefit_read_both(const u8* x, const u8* y, i64 nbytes, i64 isa) {
 #endif
   (void)isa;
   return portable::read_both(x, y, nbytes);
+}
+
+// Sum of a plane's bytes, and how many of them are escapes: totals[0] and totals[1].
+API void deltarefit_plane_totals(const u8* plane, i64 n, i64 isa, i64* totals) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::plane_totals(plane, n, totals[0], totals[1]);
+  if (isa == 2) return avx2::plane_totals(plane, n, totals[0], totals[1]);
+#endif
+  (void)isa;
+  portable::plane_totals(plane, n, totals[0], totals[1]);
 }
 
 // Elements changed, or a negative ApplyStatus, in which case nothing was written.

@@ -17,7 +17,7 @@ from deltarefit.kernels.checks import widened_text
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ApplyCall, DigestCall, address, library
 from deltarefit.pieces import Cast, Piece
-from deltarefit.records import CodedItem, Encoding
+from deltarefit.records import CodedItem, Encoding, Plane
 
 __all__ = [
     "apply_columns",
@@ -28,6 +28,7 @@ __all__ = [
     "is_strided",
     "make_piece_table",
     "piece_table",
+    "plane_totals",
     "read_both",
 ]
 
@@ -149,6 +150,14 @@ def apply_columns(storage: Words, table: Table, num_pieces: int, cast: Cast, ite
             kept.append(whole)
             slots[number] = address(whole)
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
+
+
+def plane_totals(plane: Plane, isa: Isa) -> tuple[int, int]:
+    """Sum of a plane's bytes, and how many of them are escapes."""
+    whole = np.ascontiguousarray(plane)
+    totals = np.zeros(2, np.int64)
+    library().deltarefit_plane_totals(address(whole), whole.size, isa, address(totals))
+    return int(totals[0]), int(totals[1])
 
 
 def read_both(left: Words, right: Words, isa: Isa) -> None:

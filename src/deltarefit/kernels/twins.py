@@ -16,12 +16,20 @@ from numpy.typing import NDArray
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import total_elements, widened_text
-from deltarefit.kernels.coding import code_locations, code_values, gaps_of, is_dense_smaller, smallest_form, totals_of
+from deltarefit.kernels.coding import (
+    ESCAPE,
+    code_locations,
+    code_values,
+    gaps_of,
+    is_dense_smaller,
+    smallest_form,
+    totals_of,
+)
 from deltarefit.kernels.mix import digest_of_elements
 from deltarefit.pieces import Cast, Piece, StridedView
-from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, ScanResult
+from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane, ScanResult
 
-__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "scan"]
+__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan"]
 
 _CHUNK_ELEMENTS = 256 * 1024
 """Elements handled at once: the best of the chunk sizes measured (perf.md section 3)."""
@@ -179,3 +187,10 @@ def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:
             bits = (bits >> np.uint32(16)).astype(np.uint16)
         total += digest_of_elements(index, bits)
     return total
+
+
+def plane_totals(plane: Plane) -> tuple[int, int]:
+    """Sum of a plane's bytes, and how many of them are escapes. Blocks are small enough for 32-bit sums and for the cache."""
+    blocks = [plane[start : start + 2**20] for start in range(0, plane.size, 2**20)]
+    total = sum(int(block.sum(dtype=np.uint32)) for block in blocks)
+    return total, sum(int(np.count_nonzero(block == ESCAPE)) for block in blocks)

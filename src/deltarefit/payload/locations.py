@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarefit.kernels import decode_positions
+from deltarefit.kernels import decode_positions, plane_totals
 from deltarefit.payload.header import refuse
 from deltarefit.records import CodedItem, LocationForm
 
@@ -22,7 +22,7 @@ __all__ = ["check_disjoint", "check_locations"]
 
 _ESCAPE = 255
 _BLOCK = 2**20
-"""Bytes looked at in one go: small enough that temporaries stay in cache, and that sums fit 32 bits."""
+"""Bytes looked at in one go: small enough that temporaries stay in cache."""
 
 
 def check_locations(item: CodedItem, *, where: object, what: str) -> None:
@@ -33,14 +33,15 @@ def check_locations(item: CodedItem, *, where: object, what: str) -> None:
     """
     if item.location_form is LocationForm.RUN:
         return
+    totals = [plane_totals(plane) for plane in item.location_planes]
     if item.location_form is LocationForm.GAPS:
         plane = item.location_planes[0]
-        found = plane.size - _count_escapes(plane)
+        found = plane.size - totals[0][1]
         if found != item.count:
             refuse(where, f"{what}: its gaps give {found} positions, expected {item.count}")
         if plane[-1] == _ESCAPE:
             refuse(where, f"{what}: its gaps end in the middle of an escape")
-    if (last := _last_position(item)) >= item.spec.num_elements:
+    if (last := _last_of_gaps(item, [total for total, _ in totals])) >= item.spec.num_elements:
         refuse(where, f"{what}: its gaps lead to element {last}, the tensor has {item.spec.num_elements}")
 
 
@@ -127,19 +128,14 @@ def _first_position(item: CodedItem) -> int:
 
 
 def _last_position(item: CodedItem) -> int:
-    """The sum of all gaps, one more for every step after the first. Python ints: nothing wraps."""
     if item.location_form is LocationForm.RUN:
         return item.start + item.count - 1
-    gaps = sum(_byte_sum(plane) << (8 * number) for number, plane in enumerate(item.location_planes))
-    return gaps + item.count - 1
+    return _last_of_gaps(item, [plane_totals(plane)[0] for plane in item.location_planes])
 
 
-def _byte_sum(plane: NDArray[np.uint8]) -> int:
-    return sum(int(block.sum(dtype=np.uint32)) for block in _blocks(plane))
-
-
-def _count_escapes(plane: NDArray[np.uint8]) -> int:
-    return sum(int(np.count_nonzero(block == _ESCAPE)) for block in _blocks(plane))
+def _last_of_gaps(item: CodedItem, byte_sums: Sequence[int]) -> int:
+    """The sum of all gaps, one more for every step after the first. Python ints: nothing wraps."""
+    return sum(byte_sum << (8 * number) for number, byte_sum in enumerate(byte_sums)) + item.count - 1
 
 
 def _blocks(plane: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
