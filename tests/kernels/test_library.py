@@ -2,7 +2,10 @@
 
 import ctypes
 import logging
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from deltarefit import kernels
 from deltarefit.errors import RejectedError
 from deltarefit.kernels import Isa, library
 from deltarefit.records import Encoding
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 
 @pytest.fixture
@@ -106,3 +111,12 @@ def test_two_threads_at_once_give_the_same(isa):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"{CROSS_COMPILER} is not installed")
+def test_the_kernels_compile_for_a_processor_without_these_instruction_sets(tmp_path):
+    source = Path(library.__file__).with_name("kernels.cpp")
+    options = ("-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden")
+    built = tmp_path / "kernels.so"
+    subprocess.run([CROSS_COMPILER, *options, str(source), "-o", str(built)], check=True, timeout=300)
+    assert b"deltarefit_scan" in built.read_bytes()

@@ -11,6 +11,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
 from deltarefit.kernels import BoundPieces, Isa, native
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.records import CodedItem, Encoding
+from deltarefit.runtime.clock import SystemClock
 
 __all__ = ["run"]
 
@@ -164,6 +166,29 @@ def _extra_memory(shard: _Shard) -> float:
     return peak_nbytes / max(1, sum(plane.nbytes for plane in planes))
 
 
+def _speedup_of_two_threads(shard: _Shard, rounds: int = 5) -> float:
+    """Wall time of scanning both halves of the shard one after the other, over that of two threads: 2 on two idle cores."""
+    half = shard.before.size // 2
+    spec = TensorSpec("half", "BF16", (half,))
+
+    def scan(cut: slice) -> None:
+        _scan(spec, shard.before[cut], shard.after[cut], None)
+
+    clock = SystemClock()
+    halves = (slice(0, half), slice(half, 2 * half))
+    ratios = []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(rounds):
+            start_s = clock.monotonic_s()
+            for cut in halves:
+                scan(cut)
+            one_s = clock.monotonic_s() - start_s
+            start_s = clock.monotonic_s()
+            list(pool.map(scan, halves))
+            ratios.append(one_s / (clock.monotonic_s() - start_s))
+    return statistics.median(ratios)
+
+
 def _row(name: Name, change_rate: float, rounds: Sequence[Mapping[Name, float]]) -> dict[str, object]:
     return {
         "name": name[0],
@@ -181,14 +206,17 @@ def run(
     """Rows with ``name``, ``isa``, ``change_rate``, ``median_s`` and the two ratios; needs about six times ``nbytes``.
 
     ``ratio_to_memcpy`` compares with copying the shard once; ``ratio_to_read`` with reading shard and baseline once each.
-    ``scan_memory_to_outputs`` is the peak memory of a scan over the columns that it returns, by change rate.
+    ``scan_memory_to_outputs`` is the peak memory of a scan over the columns that it returns, ``two_threads_speedup`` how much
+    faster two threads scan it than one, both by change rate; the latter is wall time and wants an idle machine.
     """
     rows: list[dict[str, object]] = []
     memory: dict[str, float] = {}
+    speedup: dict[str, float] = {}
     for change_rate in change_rates:
         shard = _shard(nbytes // 2 // 4 * 4, change_rate, seed)
         jobs = _jobs(shard)
         measured = _rounds(jobs, rounds)
         memory[f"{change_rate:g}"] = _extra_memory(shard)
+        speedup[f"{change_rate:g}"] = _speedup_of_two_threads(shard)
         rows += [_row(name, change_rate, measured) for name in jobs]
-    return {"rows": rows, "scan_memory_to_outputs": memory}
+    return {"rows": rows, "scan_memory_to_outputs": memory, "two_threads_speedup": speedup}
