@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltarefit.errors import RejectedError
 
 __all__ = ["Cast", "Piece", "StridedView", "canonical_bounds", "merge_pieces"]
@@ -54,6 +57,13 @@ class StridedView:
         if not self.num_elements:
             return self.offset - 1
         return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def positions(self) -> NDArray[np.int64]:
+        """Of every element, shape [num_elements], in row-major order."""
+        found = np.full((), self.offset, np.int64)
+        for length, stride in zip(self.shape, self.stride, strict=True):
+            found = np.add.outer(found, np.arange(length, dtype=np.int64) * stride)
+        return found.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,40 @@ def test_an_export_that_looks_at_values_is_run_on_real_tensors():
     assert source.residual_names == {"a", "b"}
 
 
+def test_layers_of_one_kind_are_traced_once_and_the_others_are_proved():
+    """The first layer is traced with digits; what it does is only a guess for the next ones, which random bits confirm."""
+
+    def calls_per_layer(count):
+        calls = []
+
+        def export(state):
+            calls.append(sorted(state))
+            return quantise(state)
+
+        model = Model(lambda: nn.Linear(8, 24, bias=False, dtype=torch.bfloat16), count)
+        adapter = torch_adapter(model, export=export, export_by_layer=True)
+        assert set(adapter.residual().reasons()) == {
+            f"layers.{n}.weight{end}" for n in range(count) for end in ("", "_scale_inv")
+        }
+        return [sum(listed == [f"layers.{n}.weight"] for listed in calls) for n in range(count)]
+
+    first, *others = calls_per_layer(4)
+    assert all(2 <= other < first for other in others)
+
+
+def test_a_layer_that_an_export_treats_differently_is_not_taken_for_its_twin():
+    def odd_one_out(state):
+        return {name: tensor.flip(0) if name == "layers.2.weight" else tensor.t() for name, tensor in state.items()}
+
+    models = [Model(lambda: nn.Linear(8, 8, bias=False, dtype=torch.bfloat16), 4)]
+    held, expected, sources, items = refit(
+        models, odd_one_out, lambda model: [layer.weight[1, 2].fill_(7) for layer in model.layers], 1, export_by_layer=True
+    )
+    assert_equal(held, expected)
+    assert not sources[0].residual_names
+    assert len(items) == 4
+
+
 def test_an_export_by_layer_that_mixes_layers_is_refused():
     model = Model(lambda: nn.Linear(8, 8, bias=False, dtype=torch.bfloat16), count=2)
 

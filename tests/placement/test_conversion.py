@@ -131,3 +131,49 @@ def test_empty_and_rank_0_tensors_pass():
 def test_meta_inputs_will_do():
     inputs = {"w": torch.empty(4, 4, dtype=torch.bfloat16, device="meta")}
     assert set(trace_conversion(lambda s: {"a": s["w"][1:]}, inputs).placements) == {"a"}
+
+
+def counted(convert):
+    calls = []
+
+    def run(state):
+        calls.append(len(state))
+        return convert(state)
+
+    return run, calls
+
+
+def halves(state):
+    return {"a": state["w"][:2].clone(), "b": state["w"][2:].t(), "double": state["w"] * 2}
+
+
+def test_a_guess_that_random_bits_confirm_saves_the_digits():
+    inputs = {"w": bf16(4, 300)}
+    first, calls = counted(halves)
+    traced = trace_conversion(first, inputs)
+    again, fewer = counted(halves)
+    assert trace_conversion(again, inputs, guess=traced) is traced
+    assert 2 <= len(fewer) < len(calls)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda s: {**halves(s), "a": s["w"][1:3].clone()},
+        lambda s: {**halves(s), "b": s["w"][2:].t() + 0},  # -0.0 and NaN payloads do not survive
+        lambda s: {**halves(s), "more": s["w"]},
+        lambda s: {"a": s["w"][:2].clone(), "b": s["w"][2:].t()},
+        lambda s: {**halves(s), "a": s["w"][:1].clone()},
+    ],
+)
+def test_a_guess_that_does_not_hold_counts_for_nothing(other):
+    inputs = {"w": bf16(4, 300)}
+    guess = trace_conversion(halves, inputs)
+    assert trace_conversion(other, inputs, guess=guess) == trace_conversion(other, inputs) != guess
+
+
+def test_a_guess_about_other_inputs_counts_for_nothing():
+    guess = trace_conversion(halves, {"w": bf16(4, 300)})
+    assert trace_conversion(lambda s: {"a": s["v"]}, {"v": bf16(4)}, guess=guess).specs.keys() == {"a"}
+    small = trace_conversion(lambda s: halves({"w": s["w"].repeat(1, 300)}), {"w": bf16(4, 1)}, guess=guess)
+    assert "more than once" in small.opaque["a"]

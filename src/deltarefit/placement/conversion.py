@@ -48,7 +48,12 @@ class TracedConversion:
 
 
 def trace_conversion(
-    convert: Convert, inputs: Mapping[str, torch.Tensor], *, seed: int = 0, max_pieces: int = MAX_PIECES
+    convert: Convert,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    guess: TracedConversion | None = None,
+    seed: int = 0,
+    max_pieces: int = MAX_PIECES,
 ) -> TracedConversion:
     """Run ``convert`` on probes shaped like ``inputs`` and fit pieces to where the elements went.
 
@@ -56,11 +61,16 @@ def trace_conversion(
     time. Only names, shapes and dtypes of ``inputs`` are read, so meta tensors will do. Memory: inputs and outputs once, and
     8 bytes an output element.
 
+    ``guess`` is what it may well do, learned on other tensors of the same shapes. It is returned if the outputs are its outputs
+    and random bits arrive where it says, which saves the digits; else it counts for nothing.
+
     Raises:
         RejectedError: two runs returned different names, shapes or dtypes.
     """
     specs = [spec_of(name, tensor) for name, tensor in inputs.items()]
     space = IdSpace.of(specs)
+    if guess is not None and _is_confirmed(convert, space, guess, np.random.default_rng(seed)):
+        return guess
     outputs, ids = _learn_ids(convert, space)
     reasons = _verify(convert, space, outputs, ids, np.random.default_rng(seed))
     placements: dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]] = {}
@@ -74,6 +84,24 @@ def trace_conversion(
     read = {source for parts in placements.values() for source, _ in parts}
     unread = tuple(spec.name for spec in specs if spec.name not in read and spec.num_elements)
     return TracedConversion(placements, opaque, outputs, unread)
+
+
+def _is_confirmed(convert: Convert, space: IdSpace, guess: TracedConversion, generator: np.random.Generator) -> bool:
+    """Whether random bits arrive as a guess says. What it calls opaque need not: converting what is direct is no error."""
+    if not {source for parts in guess.placements.values() for source, _ in parts} <= space.specs.keys():
+        return False
+    ids = {name: np.zeros(spec.num_elements, np.int64) for name, spec in guess.specs.items()}
+    for name, parts in guess.placements.items():
+        for source, pieces in parts:
+            for piece in pieces:
+                if piece.storage.last >= space.specs[source].num_elements:
+                    return False
+                ids[name][piece.canonical.positions()] = 1 + space.starts[source] + piece.storage.positions()
+    try:
+        reasons = _verify(convert, space, guess.specs, ids, generator)
+    except RejectedError:  # other outputs than the guess's
+        return False
+    return reasons.keys() <= guess.opaque.keys()
 
 
 def _run(convert: Convert, specs: Iterable[TensorSpec], words: Callable[[str], Words]) -> _Outputs:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import AttemptFailedError
@@ -76,7 +75,7 @@ def assemble(spec: TensorSpec, parts: Sequence[tuple[int, ResidualPart]]) -> Wor
     for rank, part in parts:
         taken = 0
         for view in part.views:
-            positions = _positions(view)
+            positions = view.positions()
             values = part.words[taken : taken + positions.size]
             taken += positions.size
             differing = (writer[positions] >= 0) & (words[positions] != values)
@@ -108,10 +107,3 @@ def _check_part(spec: TensorSpec, rank: int, part: ResidualPart) -> None:
     reach = max((view.last for view in part.views), default=-1)
     if reach >= spec.num_elements:
         raise AttemptFailedError(f"residual tensor {spec}: rank {rank} gives flat index {reach}, past the tensor's end")
-
-
-def _positions(view: StridedView) -> NDArray[np.int64]:
-    positions = np.full((), view.offset, np.int64)
-    for length, stride in zip(view.shape, view.stride, strict=True):
-        positions = np.add.outer(positions, np.arange(length, dtype=np.int64) * stride)
-    return positions.reshape(-1)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -107,8 +107,11 @@ def map_export(
     if not unknown:
         _verify_batches(exporter, tensors, batches, found, followed.untouched)
         return found
+    known: dict[_Fingerprint, _TracedBatch] = {}
     for batch in batches:
-        _trace_batch(exporter, shapes, batch, found)
+        fingerprint = _fingerprint(batch, shapes)
+        guess = known[fingerprint].renamed(batch) if fingerprint in known else None
+        known.setdefault(fingerprint, _TracedBatch(batch, _trace_batch(exporter, shapes, batch, guess, found)))
     if missing := sorted(set(found.specs) - set(found.placements) - set(found.opaque)):
         raise RejectedError(f"export of {', '.join(missing[:3])} reads tensors of several layers; cannot be traced by layer")
     return found
@@ -129,7 +132,7 @@ def _verify_batches(
     seen = set()
     for batch in batches:
         placements = {name: found.placements[name] for source in batch for name in outputs.get(source, ())}
-        kind = tuple((_LAYER.sub("", source), tensors[source].shape, tensors[source].dtype) for source in batch)
+        kind = _fingerprint(batch, tensors)
         if not placements or kind in seen:
             continue
         seen.add(kind)
@@ -139,9 +142,57 @@ def _verify_batches(
             raise RejectedError(f"export of {wrong}: random bits do not arrive where its operations lead; cannot be mapped")
 
 
-def _trace_batch(exporter: Exporter, shapes: Mapping[str, torch.Tensor], batch: tuple[str, ...], found: ExportMap) -> None:
+_Fingerprint = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+class _HasShape(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def _fingerprint(batch: Sequence[str], tensors: Mapping[str, _HasShape]) -> _Fingerprint:
+    """Equal for layers of one kind: names within the layer, shapes and dtypes, in order."""
+    return tuple((_LAYER.sub("", name), tuple(tensors[name].shape), tensors[name].dtype) for name in batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedBatch:
+    """What tracing found out about the tensors of one layer."""
+
+    batch: tuple[str, ...]
+    traced: placement.TracedConversion
+
+    def renamed(self, batch: tuple[str, ...]) -> placement.TracedConversion:
+        """The same of another layer with this one's fingerprint: a guess, as long as nobody looked at that layer."""
+        sources = dict(zip(self.batch, batch, strict=True))
+        mine, other = (_LAYER.match(names[0]) for names in (self.batch, batch))
+        old, new = (match[1].rpartition(".")[2] if match else "" for match in (mine, other))
+        number = re.compile(rf"(?<![^.]){old}(?![^.])")
+        names = {name: number.sub(new, name, count=1) for name in self.traced.specs}
+        return placement.TracedConversion(
+            {
+                names[name]: tuple((sources[source], pieces) for source, pieces in parts)
+                for name, parts in self.traced.placements.items()
+            },
+            {names[name]: number.sub(new, reason) for name, reason in self.traced.opaque.items()},
+            {names[name]: replace(spec, name=names[name]) for name, spec in self.traced.specs.items()},
+            tuple(sources[source] for source in self.traced.unread),
+        )
+
+
+def _trace_batch(
+    exporter: Exporter,
+    shapes: Mapping[str, torch.Tensor],
+    batch: tuple[str, ...],
+    guess: placement.TracedConversion | None,
+    found: ExportMap,
+) -> placement.TracedConversion:
+    """Trace one layer into ``found``."""
     try:
-        traced = placement.trace_conversion(exporter.convert, {name: shapes[name] for name in batch})
+        traced = placement.trace_conversion(exporter.convert, {name: shapes[name] for name in batch}, guess=guess)
     except KeyError as error:  # what an export raises that looks for a tensor of another layer
         raise RejectedError(
             f"export of {', '.join(batch[:3])} on its own: KeyError: {error}; it needs tensors of other layers"
@@ -155,6 +206,7 @@ def _trace_batch(exporter: Exporter, shapes: Mapping[str, torch.Tensor], batch: 
     found.placements.update(traced.placements)
     found.opaque.update(traced.opaque)
     found.groups.update(dict.fromkeys(traced.opaque, batch))
+    return traced
 
 
 def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
