@@ -10,7 +10,7 @@ from deltarefit import placement  # noqa: E402
 from deltarefit.canonical import TensorSpec  # noqa: E402
 from deltarefit.integrations.torch.export import _layers, exporter_of  # noqa: E402
 from deltarefit.integrations.torch.local import local_tensors  # noqa: E402
-from deltarefit.integrations.torch.watch import follow, verify  # noqa: E402
+from deltarefit.integrations.torch.watch import follow  # noqa: E402
 from deltarefit.testing.checkpoints import ARCHITECTURES, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -84,7 +84,7 @@ def test_rearrangements_are_followed(case):
     assert as_map(followed.specs["out"], followed.placements["out"]) == [
         ("a", int(value)) for value in convert({"a": values})["out"].reshape(-1)
     ]
-    assert verify(convert, {"a": TensorSpec("a", "BF16", (6, 4))}, followed.placements) is None
+    assert placement.verify_placements(convert, [TensorSpec("a", "BF16", (6, 4))], followed.placements) is None
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_an_input_that_is_written_to_is_not_untouched():
 def test_random_bits_find_a_placement_that_is_wrong():
     shapes = {"a": torch.empty(6, 4, dtype=torch.bfloat16, device="meta")}
     placements = follow(lambda t: {"out": t["a"][:3]}, shapes).placements
-    assert verify(lambda t: {"out": t["a"][3:]}, {"a": TensorSpec("a", "BF16", (6, 4))}, placements) == "out"
+    assert placement.verify_placements(lambda t: {"out": t["a"][3:]}, [TensorSpec("a", "BF16", (6, 4))], placements) == "out"

@@ -4,8 +4,8 @@ Knows torch and numpy, imports ``bits``, ``pieces`` and ``canonical``. Knows no 
 moves values is a callable that was handed in.
 """
 
-from deltarefit.placement.conversion import TracedConversion, trace_conversion
+from deltarefit.placement.conversion import Parts, TracedConversion, trace_conversion, verify_placements
 from deltarefit.placement.digits import IdSpace
 from deltarefit.placement.fit import fit_pieces
 
-__all__ = ["IdSpace", "TracedConversion", "fit_pieces", "trace_conversion"]
+__all__ = ["IdSpace", "Parts", "TracedConversion", "fit_pieces", "trace_conversion", "verify_placements"]

@@ -6,7 +6,7 @@ digits that say which element each is, and random stored bits that must arrive u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from deltarefit.bits import logical_words, spec_of, tensor_from_words
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Piece
+from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.digits import IdSpace, add_digit, random_words
 from deltarefit.placement.fit import MAX_PIECES, fit_pieces
 
-__all__ = ["Convert", "TracedConversion", "trace_conversion"]
+__all__ = ["Convert", "Parts", "TracedConversion", "trace_conversion", "verify_placements"]
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Parts = tuple[tuple[str, tuple[Piece, ...]], ...]
+"""Of an output, per input that it takes elements from: pieces."""
 _Outputs = dict[str, tuple[TensorSpec, Words]]
 
 _VERIFY_PASSES = 2
@@ -36,7 +38,7 @@ _MAX_VERIFY_PASSES = 12
 class TracedConversion:
     """What a conversion does to its inputs."""
 
-    placements: dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]]
+    placements: dict[str, Parts]
     """Per output, per input it takes elements from: pieces. Their canonical side counts in the output, their storage side in
     the input taken as a contiguous row-major tensor of its shape."""
     opaque: dict[str, str]
@@ -73,7 +75,7 @@ def trace_conversion(
         return guess
     outputs, ids = _learn_ids(convert, space)
     reasons = _verify(convert, space, outputs, ids, np.random.default_rng(seed))
-    placements: dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]] = {}
+    placements: dict[str, Parts] = {}
     opaque: dict[str, str] = {}
     for name in outputs:
         fitted = reasons.get(name) or _fit(space, ids[name], max_pieces)
@@ -86,22 +88,71 @@ def trace_conversion(
     return TracedConversion(placements, opaque, outputs, unread)
 
 
+def verify_placements(
+    convert: Convert, inputs: Iterable[TensorSpec], placements: Mapping[str, Parts], *, seed: int = 0
+) -> str | None:
+    """Run ``convert`` on random bits; the first output whose bits do not arrive where its pieces say, or None.
+
+    Outputs without placements are not looked at.
+    """
+    space = IdSpace.of(inputs)
+    if wrong := next((name for name, parts in placements.items() if not _is_inside(space, parts)), None):
+        return wrong
+    sizes = (sum(piece.num_elements for _, pieces in parts for piece in pieces) for parts in placements.values())
+    for bits, outputs in _random_runs(convert, space, sizes, np.random.default_rng(seed)):
+        for name, parts in placements.items():
+            if name not in outputs or not _arrives(bits, outputs[name][1], parts):
+                return name
+    return None
+
+
 def _is_confirmed(convert: Convert, space: IdSpace, guess: TracedConversion, generator: np.random.Generator) -> bool:
     """Whether random bits arrive as a guess says. What it calls opaque need not: converting what is direct is no error."""
-    if not {source for parts in guess.placements.values() for source, _ in parts} <= space.specs.keys():
+    if not all(_is_inside(space, parts) for parts in guess.placements.values()):
         return False
-    ids = {name: np.zeros(spec.num_elements, np.int64) for name, spec in guess.specs.items()}
-    for name, parts in guess.placements.items():
-        for source, pieces in parts:
-            for piece in pieces:
-                if piece.storage.last >= space.specs[source].num_elements:
-                    return False
-                ids[name][piece.canonical.positions()] = 1 + space.starts[source] + piece.storage.positions()
-    try:
-        reasons = _verify(convert, space, guess.specs, ids, generator)
-    except RejectedError:  # other outputs than the guess's
-        return False
-    return reasons.keys() <= guess.opaque.keys()
+    sizes = (spec.num_elements for spec in guess.specs.values())
+    for bits, outputs in _random_runs(convert, space, sizes, generator):
+        if {name: spec for name, (spec, _) in outputs.items()} != guess.specs:
+            return False
+        if not all(_arrives(bits, outputs[name][1], parts) for name, parts in guess.placements.items()):
+            return False
+    return True
+
+
+def _is_inside(space: IdSpace, parts: Parts) -> bool:
+    """Whether pieces reach no further than the inputs that they name."""
+    return all(
+        source in space.specs and all(piece.storage.last < space.specs[source].num_elements for piece in pieces)
+        for source, pieces in parts
+    )
+
+
+def _arrives(bits: Mapping[str, Words], words: Words, parts: Parts) -> bool:
+    """Whether an output's words are the input bits that its pieces name."""
+    for source, pieces in parts:
+        if bits[source].dtype != words.dtype:
+            return False
+        for piece in pieces:
+            if piece.canonical.last >= words.size:
+                return False
+            if not np.array_equal(_strided(words, piece.canonical), _strided(bits[source], piece.storage)):
+                return False
+    return True
+
+
+def _strided(words: Words, view: StridedView) -> Words:
+    strides = tuple(stride * words.itemsize for stride in view.stride)
+    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, strides, writeable=False)
+
+
+def _random_runs(
+    convert: Convert, space: IdSpace, sizes: Iterable[int], generator: np.random.Generator
+) -> Iterator[tuple[dict[str, Words], _Outputs]]:
+    """Random bits and what becomes of them, as often as outputs of these sizes need to be believed."""
+    smallest = min((size for size in sizes if size), default=1)
+    for turn in range(min(_MAX_VERIFY_PASSES, max(_VERIFY_PASSES, _SMALL // smallest))):
+        bits = {spec.name: random_words(spec.dtype, spec.num_elements, generator, turn=turn) for spec in space.specs.values()}
+        yield bits, _run(convert, space.specs.values(), lambda name, b=bits: b[name].copy())  # type: ignore[misc]
 
 
 def _run(convert: Convert, specs: Iterable[TensorSpec], words: Callable[[str], Words]) -> _Outputs:
@@ -143,12 +194,8 @@ def _verify(
     generator: np.random.Generator,
 ) -> dict[str, str]:
     """Check the ids against random bits; per failing output the reason."""
-    smallest = min((array.size for array in ids.values() if array.size), default=1)
-    passes = min(_MAX_VERIFY_PASSES, max(_VERIFY_PASSES, _SMALL // smallest))
     reasons: dict[str, str] = {}
-    for turn in range(passes):
-        bits = {spec.name: random_words(spec.dtype, spec.num_elements, generator, turn=turn) for spec in space.specs.values()}
-        outputs = _run(convert, space.specs.values(), lambda name, b=bits: b[name].copy())  # type: ignore[misc]
+    for bits, outputs in _random_runs(convert, space, (array.size for array in ids.values()), generator):
         _require_same(specs, {name: spec for name, (spec, _) in outputs.items()})
         for name, (spec, words) in outputs.items():
             if name not in reasons and (reason := _mismatch(space, bits, ids[name], spec, words)):
@@ -171,10 +218,12 @@ def _mismatch(space: IdSpace, bits: Mapping[str, Words], ids: NDArray[np.int64],
     return None
 
 
-def _fit(space: IdSpace, ids: NDArray[np.int64], max_pieces: int) -> tuple[tuple[str, tuple[Piece, ...]], ...] | str:
+def _fit(space: IdSpace, ids: NDArray[np.int64], max_pieces: int) -> Parts | str:
     parts: list[tuple[str, tuple[Piece, ...]]] = []
     for source, places, flat_index in space.split(ids):
-        if np.unique(flat_index).size != flat_index.size:
+        taken = np.zeros(space.specs[source].num_elements, bool)
+        taken[flat_index] = True
+        if np.count_nonzero(taken) != flat_index.size:
             return f"takes elements of {source} more than once"
         pieces = fit_pieces(places.astype(np.int64), flat_index, limit=max_pieces)
         if pieces is None:

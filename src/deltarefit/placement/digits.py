@@ -52,7 +52,9 @@ def digit_words(dtype: str, first_id: int, count: int, digit: int) -> Words:
     if base**digit >= first_id + count:  # all zero; and the power may not fit a word
         return np.full(count, _table(dtype, base)[0])
     ids = np.arange(first_id, first_id + count, dtype=np.int64)
-    words: Words = _table(dtype, base)[ids // base**digit % base]
+    ids >>= digit * (base.bit_length() - 1)  # bases are powers of two
+    ids &= base - 1
+    words: Words = _table(dtype, base)[ids]
     return words
 
 
@@ -114,7 +116,7 @@ def random_words(dtype: str, count: int, generator: np.random.Generator, *, turn
     words = np.frombuffer(generator.bytes(count * width.itemsize), dtype=width).copy()
     special = special_words(dtype)
     if special.size and count:
-        places = generator.permutation(count)[: max(1, min(count // 4, 4 * special.size))]
+        places = generator.choice(count, max(1, min(count // 4, 4 * special.size)), replace=False)
         words[places] = np.resize(np.roll(special, -turn * places.size), places.size)
     return words
 

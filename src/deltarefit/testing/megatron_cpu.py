@@ -201,5 +201,6 @@ _ON_CPU: Mapping[str, Any] = {
     "moe_permute_fusion": False,
     "apply_rope_fusion": False,
     "moe_token_dispatcher_type": "allgather",
+    "moe_shared_expert_overlap": False,
 }
 """Fused kernels need a GPU or TransformerEngine."""

@@ -20,8 +20,7 @@ from deltarefit.bits import dtype_name, storage_id
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.torch.local import LocalTensor, clean_name, same_memory
-from deltarefit.integrations.torch.watch import follow, verify
-from deltarefit.pieces import Piece
+from deltarefit.integrations.torch.watch import follow
 
 __all__ = ["Convert", "ExportMap", "Exporter", "after", "exporter_of", "map_export"]
 
@@ -49,7 +48,7 @@ class ExportMap:
 
     specs: dict[str, TensorSpec]
     """Checkpoint tensors, by name."""
-    placements: dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]]
+    placements: dict[str, placement.Parts]
     """Per checkpoint tensor, per module tensor it takes elements from: pieces onto that tensor taken as row-major."""
     opaque: dict[str, str]
     """Checkpoint tensors that are computed rather than rearranged, with the reason."""
@@ -136,8 +135,8 @@ def _verify_batches(
         if not placements or kind in seen:
             continue
         seen.add(kind)
-        specs = {source: TensorSpec(source, dtype_name(tensors[source].dtype), tensors[source].shape) for source in batch}
-        wrong = verify(exporter.convert, specs, placements)
+        specs = [TensorSpec(source, dtype_name(tensors[source].dtype), tensors[source].shape) for source in batch]
+        wrong = placement.verify_placements(exporter.convert, specs, placements)
         if wrong is not None:
             raise RejectedError(f"export of {wrong}: random bits do not arrive where its operations lead; cannot be mapped")
 

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltarefit.bits import logical_words, spec_of, storage_view, tensor_from_words
-from deltarefit.canonical import TensorSpec, Words
+from deltarefit.bits import spec_of, storage_view
+from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, StridedView, whole
+from deltarefit.placement import Parts
 from deltarefit.source import onto_view
 
-__all__ = ["Followed", "follow", "verify"]
+__all__ = ["Followed", "follow"]
 
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-Placements = dict[str, tuple[tuple[str, tuple[Piece, ...]], ...]]
+Placements = dict[str, Parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +129,3 @@ def follow(convert: Convert, shapes: Mapping[str, torch.Tensor]) -> Followed:
             placements[name] = (found,)
     untouched = frozenset(name for name in placements if id(outputs[name]) in names)
     return Followed({name: spec_of(name, tensor) for name, tensor in outputs.items()}, placements, untouched)
-
-
-def verify(convert: Convert, inputs: Mapping[str, TensorSpec], placements: Placements) -> str | None:
-    """Run a conversion on random bits and compare what arrives with the pieces; the first output that differs, or None."""
-    generator = np.random.default_rng(0)
-    bits = {name: _random(spec, generator) for name, spec in inputs.items()}
-    with torch.no_grad():
-        outputs = convert({name: tensor_from_words(words.copy(), inputs[name]) for name, words in bits.items()})
-    for name, parts in placements.items():
-        words = logical_words(outputs[name])
-        for source, pieces in parts:
-            for piece in pieces:
-                if not np.array_equal(_strided(words, piece.canonical), _strided(bits[source], piece.storage)):
-                    return name
-    return None
-
-
-def _random(spec: TensorSpec, generator: np.random.Generator) -> Words:
-    words = np.frombuffer(generator.bytes(spec.nbytes), spec.word_dtype)
-    return words & 1 if spec.dtype == "BOOL" else words
-
-
-def _strided(words: Words, view: StridedView) -> Words:
-    strides = tuple(stride * words.itemsize for stride in view.stride)
-    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, strides, writeable=False)
