@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from deltarefit import kernels
 from deltarefit.bits import logical_words
+from deltarefit.errors import RejectedError
 from deltarefit.ids import EncodingMode
 from deltarefit.integrations.fsdp import default_collective, fsdp_adapter
 from deltarefit.pieces import Piece, whole
@@ -42,6 +44,17 @@ def step(model):
     optimizer.zero_grad()
 
 
+def assert_a_look_is_forgotten(model, source, adapter):
+    """FSDP2 leaves the outermost parameters gathered after a forward pass: no shard is read then, until the barrier."""
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    outermost = next(task for task in source.tasks if "embed_tokens" in task.spec.name)
+    with pytest.raises(RejectedError, match="is gathered now"):
+        outermost.words()
+    adapter.barrier()
+    outermost.words()
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=WORLD_SIZE)
@@ -56,7 +69,7 @@ def main():
     plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), WORLD_SIZE)
     for mode in EncodingMode:
         step(model)
-        adapter.barrier()
+        assert_a_look_is_forgotten(model, source, adapter)
         sent = [item for bucket in source.owner.build(plan, mode) for item in bucket.items]
         assert sent, "a step changes something on every rank"
         source.owner.commit()

@@ -1,5 +1,9 @@
 """What owners find, send, commit and refuse, down to the bit."""
 
+import os
+import threading
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -337,7 +341,60 @@ def test_what_is_sent_turns_the_committed_bits_into_the_candidate(dtype, encodin
     assert np.array_equal(owner.baseline.trackers[0].words[0], words)
 
 
+def test_chunks_are_scanned_at_the_same_time_on_all_threads():
+    """Each shard's words are given only once as many threads as there should be are waiting for them."""
+    together = threading.Barrier(3, timeout=30)
+    is_building = threading.Event()
+    threads = set()
+
+    def words_of(array):
+        def words():
+            if is_building.is_set():
+                threads.add(threading.get_ident())
+                together.wait()
+            return array
+
+        return words
+
+    tensors = [spec(f"layers.{n}", (8, 16)) for n in range(6)]
+    tasks = [
+        ConversionTask(t.name, t, (Piece(whole(t.shape), whole(t.shape)),), words_of(random_words(t)), (0,)) for t in tensors
+    ]
+    owner = Owner(OwnerId(0), tasks, SourceSettings(scan_threads=3, chunk_nbytes=1))
+    is_building.set()
+    assert list(owner.build(plan_for(*tensors), MIXED)) == []
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
+
+
+def test_threads_are_one_per_core_that_the_process_may_use():
+    assert SourceSettings().num_threads == min(16, len(os.sched_getaffinity(0)))
+    assert SourceSettings(scan_threads=5).num_threads == 5
+
+
 # --- baseline memory ---
+
+
+def test_building_and_committing_add_buffers_of_chunks_and_no_second_copy():
+    """Checklist P108: the candidate is what the parameters hold; beside the baseline there are the chunks under way."""
+    tensors = [spec(f"layers.{n}", (256, 1024)) for n in range(64)]
+    words = {tensor.name: random_words(tensor, n) for n, tensor in enumerate(tensors)}
+    tasks = [whole_task(tensor, words[tensor.name]) for tensor in tensors]
+    chunk_nbytes = 2 * tensors[0].nbytes
+    owner = Owner(OwnerId(0), tasks, SourceSettings(scan_threads=2, chunk_nbytes=chunk_nbytes, bucket_nbytes=chunk_nbytes))
+    owned = sum(tensor.nbytes for tensor in tensors)
+    assert owner.owned_nbytes == owner.baseline.nbytes == owned
+    for array in words.values():
+        array[::40] ^= 3
+    tracemalloc.start()
+    try:
+        for _ in owner.build(plan_for(*tensors), MIXED):
+            pass
+        owner.commit()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * chunk_nbytes <= owned / 8
 
 
 def test_baseline_in_a_mapped_file_behaves_as_in_memory_and_leaves_nothing(tmp_path):

@@ -1,6 +1,7 @@
 """Who owns which shard: the same answer everywhere, once each, balanced by bytes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,51 @@ def test_owners_of_a_30b_model_are_balanced_over_32_ranks():
     assert len(tasks) == 18867
     held = loads(tasks, 32)
     assert max(held) <= 1.1 * sum(held) / 32, f"largest owner holds {max(held) / (sum(held) / 32):.3f} of the mean"
+
+
+def megatron_tasks(*, tp, pp, ep, etp, world_size=32):
+    """Every shard of Qwen3-30B-A3B in Megatron's order of ranks: tensor parallel innermost, pipeline outermost."""
+    in_stage = world_size // pp
+    for tensor in qwen3_30b_a3b().values():
+        layer = re.search(r"layers\.(\d+)\.", tensor.name)
+        stage = int(layer[1]) * pp // 48 if layer else 0 if "embed" in tensor.name else pp - 1
+        ranks = range(stage * in_stage, (stage + 1) * in_stage)
+        expert = re.search(r"experts\.(\d+)\.", tensor.name)
+        if expert:
+            group = int(expert[1]) * ep // 128
+            shards = [[rank for rank in ranks if rank // etp % ep == group and rank % etp == part] for part in range(etp)]
+        elif "norm" in tensor.name or "mlp.gate." in tensor.name:
+            shards = [list(ranks)]
+        else:
+            shards = [[rank for rank in ranks if rank % tp == part] for part in range(tp)]
+        for part, replicas in enumerate(shards):
+            share = spec(tensor.name, (tensor.num_elements // len(shards),))
+            yield whole_task(share, np.zeros(1, "<u2"), replicas, key=f"{tensor.name}@{part}")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 4, "pp": 1, "ep": 8, "etp": 1}, {"tp": 2, "pp": 4, "ep": 4, "etp": 1}, {"tp": 4, "pp": 2, "ep": 4, "etp": 2},
+        {"tp": 1, "pp": 1, "ep": 32, "etp": 1},
+    ],
+)  # fmt: skip
+def test_owners_of_a_30b_model_are_balanced_in_megatrons_layouts_too(layout):
+    """Replica sets differ between experts, sharded and copied parameters; each is dealt out by itself."""
+    tasks = list(megatron_tasks(**layout))
+    held = loads(tasks, 32)
+    assert sum(held) == 61_064_245_248
+    assert max(held) <= 1.1 * sum(held) / 32, f"largest owner holds {max(held) / (sum(held) / 32):.3f} of the mean"
+
+
+def test_a_copied_norm_has_one_owner_of_all_its_copies_and_an_expert_one_of_its_own():
+    """Checklist P008: tensor parallel 2, context parallel 2, data parallel 2; experts over 4 ranks, copied twice."""
+    norm = whole_task(spec("norm", (8,)), np.zeros(8, "<u2"), range(8))
+    experts = [whole_task(spec(f"experts.{n}"), np.zeros(24, "<u2"), (n, n + 4)) for n in range(4)]
+    attention = [whole_task(spec(f"q@{part}"), np.zeros(24, "<u2"), range(part, 8, 2)) for part in range(2)]
+    tasks = [norm, *experts, *attention]
+    owned = {task.key: [rank for rank in range(8) if task in owned_tasks(tasks, rank)] for task in tasks}
+    assert all(len(ranks) == 1 and ranks[0] in task.replicas for task, ranks in zip(tasks, owned.values(), strict=True))
 
 
 def test_replicas_of_shards_share_the_work_within_their_own_set():
