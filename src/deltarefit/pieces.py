@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["Cast", "Piece", "StridedView", "canonical_bounds", "merge_pieces"]
+__all__ = ["Cast", "Piece", "StridedView", "canonical_bounds", "contiguous", "merge_pieces"]
 
 
 class Cast(IntEnum):
@@ -126,6 +126,11 @@ class Piece:
                 return False
             span += (length - 1) * stride
         return True
+
+
+def contiguous(first: int, count: int) -> Piece:
+    """Maps a flat array of ``count`` elements to the flat indices from ``first`` on."""
+    return Piece(StridedView(first, (count,), (1,)), StridedView(0, (count,), (1,)))
 
 
 def canonical_bounds(piece: Piece) -> tuple[int, int]:

@@ -64,8 +64,8 @@ def _document() -> dict[str, object]:
 def test_the_encoded_form_is_pinned() -> None:
     state = ControlState(run="run", setup_digest="s", record=CommitRecord(PolicyVersion(0), BaselineId("b0"), "d"))
     assert encode_control(state) == (
-        b'{"format":1,"state":{"run":"run","setup_digest":"s","record":{"policy_version":0,"baseline":"b0","policy_digest":"d"},'
-        b'"epoch":0,"coordinator":"","transition":null,"attempt":null,"repair":"","abort":"","revision":0,"nonces":[]}}'
+        b'{"format":2,"state":{"run":"run","setup_digest":"s","record":{"policy_version":0,"baseline":"b0","policy_digest":"d"},'
+        b'"epoch":0,"coordinator":"","transition":null,"attempt":null,"repair":"","abort":"","revision":0,"nonces":[],"links":[]}}'
     )
 
 
@@ -77,18 +77,32 @@ def _changed(**changes: object) -> bytes:
     return msgspec.json.encode(document)
 
 
+def _link(version: int) -> dict[str, object]:
+    return {
+        "attempt": f"v{version}",
+        "target_version": version,
+        "base_digest": f"d{version - 1}",
+        "target_digest": f"d{version}",
+        "plan_digest": "p",
+        "nbytes": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
         (b"", "not a control record"),
         (b"{}", "not a control record"),
         (b"\xff\xfe", "not a control record"),
-        (b'{"format":2,"state":{}}', "format version 2, this deltarefit reads 1"),
-        (b'{"format":1}', "not a control record"),
+        (b'{"format":1,"state":{}}', "format version 1, this deltarefit reads 2"),
+        (b'{"format":2}', "not a control record"),
         (_changed(colour="red"), "unknown field"),
         (_changed(epoch="1"), "not a control record"),
         (_changed(record={"policy_version": -1, "baseline": "b"}), "negative counter"),
         (_changed(revision=-1), "negative counter"),
+        (_changed(links=[_link(1)]), "retained v1 does not end at committed version 0"),
+        (_changed(links=[_link(-2), _link(0)]), "retained v0 does not start where v-2 before it ends"),
+        (_changed(links=[_link(-1) | {"target_digest": "other"}, _link(0)]), "retained v0 does not start where v-1"),
         (b" " * (1 << 20) + b"{}", "expected at most 1048576"),
     ],
 )

@@ -77,9 +77,8 @@ class Pair:
         self.receivers = [self.attach(model, f"rollout-{i}") for i, model in enumerate(self.models)]
 
     def attach(self, model: Fused, name: str, **options: object) -> deltarefit.Receiver:
-        receiver = deltarefit.Receiver.attach(
-            model, load_weights=model.load_weights, run=self.run, name=name, settings=RECEIVER_SETTINGS, **options
-        )
+        options.setdefault("settings", RECEIVER_SETTINGS)
+        receiver = deltarefit.Receiver.attach(model, load_weights=model.load_weights, run=self.run, name=name, **options)
         return self.stack.enter_context(receiver)
 
     def publisher(self, **options: object) -> deltarefit.Publisher:
@@ -104,6 +103,7 @@ def refit_on_ranks(
     policies: Sequence[Policy],
     steps: int,
     wrap: Callable[[int, PayloadSender], PayloadSender] | None = None,
+    settings: deltarefit.PublisherSettings = SETTINGS,
 ) -> list[list[deltarefit.RefitReport]]:
     """Several data-parallel ranks, each a thread: perturb and refit ``steps`` times."""
 
@@ -111,7 +111,7 @@ def refit_on_ranks(
         rank = collective.rank
         wrapped = None if wrap is None else (lambda sender: wrap(rank, sender))
         with deltarefit.Publisher(
-            policies[rank], run=run, settings=SETTINGS, collective=collective, wrap_sender=wrapped
+            policies[rank], run=run, settings=settings, collective=collective, wrap_sender=wrapped
         ) as publisher:
             reports = []
             for step in range(steps):

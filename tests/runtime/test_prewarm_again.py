@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import msgspec
 import pytest
 import torch
 
 import deltarefit
-from deltarefit.errors import RejectedError
+from deltarefit.errors import AttemptFailedError, RejectedError
 from deltarefit.receiver import ReceiverSettings
+from deltarefit.runtime.clock import ManualClock
+from deltarefit.runtime.engine import LocalEngine
 
-from .pair import SETTINGS, Fused, Pair, Policy, perturb
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb
 
 pytestmark = pytest.mark.torch
 
@@ -134,3 +139,41 @@ def test_parameters_that_the_checkpoint_lacks_can_be_allowed(tmp_path):
         publisher.refit()
         assert publisher.audit().is_clean
         assert model.adapter.tolist() == [1, 1, 1]
+
+
+def test_an_engine_that_cannot_prewarm_now_is_asked_ever_more_rarely(tmp_path):
+    """A server that is down is not flooded with tries; once it is back, its receiver joins."""
+    clock = ManualClock()
+    tries: list[float] = []
+
+    class Down(LocalEngine):
+        is_up = False
+
+        def prewarm(self, catalog):
+            tries.append(clock.monotonic_s())
+            if not self.is_up:
+                raise AttemptFailedError("no server answers")
+            return super().prewarm(catalog)
+
+    with Pair(tmp_path, num_receivers=0) as pair:
+        pair.publisher()
+        model = Fused(pair.policy)
+        engine = Down(model, model.load_weights)
+        settings = msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=5.0)
+        receiver = deltarefit.Receiver(engine, run=pair.run, name="late", settings=settings, clock=clock)
+        pair.stack.callback(receiver.close)
+
+        def step_until(num_tries):
+            for _ in range(20_000):
+                with contextlib.suppress(AttemptFailedError):
+                    receiver.step(0.1)
+                if len(tries) == num_tries:
+                    return
+            raise AssertionError(f"{len(tries)} tries in vain")
+
+        step_until(8)
+        pauses = [after - before for before, after in itertools.pairwise(tries)]
+        assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.25)
+        engine.is_up = True
+        step_until(9)
+        receiver.wait_joined(1.0)

@@ -41,6 +41,8 @@ def status(*, run: str, look_s: float | None, is_watching: bool, for_s: float | 
             click.echo(f"attempt: {shown.attempt} ({shown.attempt_mode}), required: {', '.join(shown.required) or 'none'}")
         elif shown.num_attempts:
             click.echo(f"a refit is unfinished after {shown.num_attempts} attempts; none is bound now")
+        if shown.retained_from is not None:
+            click.echo(f"receivers can catch up by themselves from version {shown.retained_from}")
         if shown.repair:
             click.echo(f"the next refit sends every element: {shown.repair}")
         if shown.abort:

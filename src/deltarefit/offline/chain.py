@@ -14,11 +14,12 @@ from deltarefit.canonical import WORDS, Words
 from deltarefit.errors import BaseMismatchError, RejectedError
 from deltarefit.kernels import apply_item
 from deltarefit.offline.checkpoint import Checkpoint
-from deltarefit.offline.compose import Changes
 from deltarefit.offline.container import Delta
-from deltarefit.offline.grid import Slice, Unit, contiguous
+from deltarefit.offline.grid import Slice, Unit
 from deltarefit.offline.manifest import FileRow, TensorState, first_difference
 from deltarefit.offline.pool import scratch
+from deltarefit.payload.compose import Changes
+from deltarefit.pieces import contiguous
 from deltarefit.records import CodedItem
 
 __all__ = ["Chain", "check_base"]

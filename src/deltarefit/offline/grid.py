@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from deltarefit.canonical import DTYPE_NBYTES, WORDS, TensorSpec
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece, contiguous
 
 __all__ = [
     "SLICE_NBYTES",
@@ -24,7 +24,6 @@ __all__ = [
     "Slice",
     "Unit",
     "carrier_dtype",
-    "contiguous",
     "group",
     "slice_words",
 ]
@@ -98,11 +97,6 @@ class Slice:
 def slice_words(word_nbytes: int) -> int:
     """Words of a full slice."""
     return SLICE_NBYTES // word_nbytes
-
-
-def contiguous(first: int, count: int) -> Piece:
-    """Maps an array to the flat indices from ``first`` on."""
-    return Piece(StridedView(first, (count,), (1,)), StridedView(0, (count,), (1,)))
 
 
 @dataclass(frozen=True, slots=True)

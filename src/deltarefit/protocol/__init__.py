@@ -4,6 +4,7 @@ No I/O, no threads, no clock, no randomness, no tensors: every fact comes in as 
 May import ``errors``, ``ids``, msgspec and the standard library's values; import-linter checks that.
 """
 
+from deltarefit.protocol.chain import ChainLink, Retention
 from deltarefit.protocol.commands import Command, TransitionOutcome
 from deltarefit.protocol.commit import CommitRequest, PrepareRequest
 from deltarefit.protocol.delivery import Arrival, Completion, Delivery, EndMarker, PrepareAttempt, Verdict, end_digest
@@ -38,6 +39,7 @@ __all__ = [
     "Arrival",
     "AttemptState",
     "BindOwner",
+    "ChainLink",
     "Command",
     "CommitOutcome",
     "CommitRecord",
@@ -63,6 +65,7 @@ __all__ = [
     "Reception",
     "ReceptionSettings",
     "Resident",
+    "Retention",
     "RetirementProof",
     "SelfFence",
     "Signal",

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from deltarefit.errors import AttemptFailedError, CommitConflictError, OperatorRequiredError, RejectedError
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, PolicyVersion, ReceiverId
+from deltarefit.protocol.chain import Retention, extended
 from deltarefit.protocol.record import (
     RECENT_NONCES,
     AdmittedTransition,
@@ -83,6 +84,8 @@ class CommitRequest:
     acknowledged: frozenset[ReceiverId]
     """Receivers whose completion acknowledgement the flush collected."""
     policy_digest: str = ""
+    retention: Retention | None = None
+    """None: the attempt's payloads will not stay in the store."""
 
 
 def stamp(state: ControlState, nonce: str) -> ControlState:
@@ -261,7 +264,16 @@ def commit(state: ControlState, request: CommitRequest) -> tuple[CommitOutcome, 
         )
     record = CommitRecord(attempt.target_version, attempt.baseline, request.policy_digest)
     repair = "" if attempt.is_dense else state.repair
-    return CommitOutcome.SUCCESS, replace(state, record=record, transition=None, repair=repair, abort="")
+    # A dense attempt sends as much as a later one from the owners would, so nobody needs it as a link.
+    links = extended(
+        state.links,
+        None if attempt.is_dense else request.retention,
+        attempt=attempt.attempt,
+        plan_digest=attempt.plan_digest,
+        target_version=record.policy_version,
+        digests=(state.record.policy_digest, record.policy_digest),
+    )
+    return CommitOutcome.SUCCESS, replace(state, record=record, transition=None, repair=repair, abort="", links=links)
 
 
 def mark_obsolete(state: ControlState, *, attempt: AttemptId) -> ControlState:

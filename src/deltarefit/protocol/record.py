@@ -11,6 +11,7 @@ import msgspec
 
 from deltarefit.errors import RejectedError
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, PolicyVersion, ReceiverId
+from deltarefit.protocol.chain import ChainLink, check_links
 
 __all__ = [
     "CONTROL_FORMAT",
@@ -24,7 +25,7 @@ __all__ = [
     "encode_control",
 ]
 
-CONTROL_FORMAT = 1
+CONTROL_FORMAT = 2
 """Format version of the encoded control record; a reader refuses any other."""
 MAX_CONTROL_NBYTES = 1 << 20
 """A record with 10,000 required receivers of the longest names has about 0.7 MB; whatever is larger is not ours."""
@@ -128,6 +129,14 @@ class ControlState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     some stores (an ETag is often a digest), and this is what keeps A -> B -> A from looking like no change."""
     nonces: tuple[str, ...] = ()
     """Nonces of the latest writers, newest first."""
+    links: tuple[ChainLink, ...] = ()
+    """Committed attempts that are retained, oldest first. Each starts where the one before it ends, and the last one ends at
+    the committed version: so from every version that a link starts from, a chain leads to the committed one."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and nothing is to be repaired: receivers that hold the committed version may serve."""
+        return self.attempt is None and self.transition is None and not self.repair
 
     @property
     def committed_attempt(self) -> AttemptState | None:
@@ -189,3 +198,4 @@ def _check(state: ControlState, where: str) -> None:
         raise RejectedError(f"{where}: attempt {attempt.attempt} of epoch {attempt.epoch}, but the run is in {state.epoch}")
     if attempt is not None and list(attempt.required) != sorted(set(attempt.required)):
         raise RejectedError(f"{where}: required receivers of {attempt.attempt} are not in order or named twice")
+    check_links(state.links, state.record.policy_version, where)

@@ -306,7 +306,7 @@ class Application:
 
         So a receiver whose lease ran out, that just joined, or that missed the end of a refit, need not wait for the next one.
         """
-        if state.attempt is not None or state.transition is not None or state.repair:
+        if not state.is_idle:
             return False
         if not self.reception.committed(state.record):
             return False

@@ -122,7 +122,7 @@ def audit(session: Session, state: ControlState) -> AuditReport:
 
 
 def _require_settled(session: Session, state: ControlState) -> None:
-    if state.attempt is None and state.transition is None and not state.repair:
+    if state.is_idle:
         return
     why = state.repair or "a refit is unfinished"
     raise RejectedError(

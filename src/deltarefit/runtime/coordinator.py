@@ -15,6 +15,7 @@ from deltarefit.runtime.owner_group import OwnersLostError
 from deltarefit.runtime.owner_worker import CommitBaseline, OwnerReply, ReleaseAttempt, StopSending, sum_digests
 from deltarefit.runtime.preparing import Preparation
 from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
+from deltarefit.runtime.retaining import is_linked, is_retained, retention_of
 from deltarefit.runtime.schedule import Schedule
 from deltarefit.transport import keys
 
@@ -46,6 +47,7 @@ class Coordinator:
         self._alone = alone
         self._bound: BoundAttempt | None = None
         self._num_schedules = 0
+        self._is_committed = False
         self._concluded: set[ReceiverId] = set()
         """Receivers that dropped their caches and serve again."""
         self._preparation = Preparation(session, f"{session.holder}-{session.ids.nonce()}")
@@ -153,6 +155,7 @@ class Coordinator:
             baseline=command.target.baseline,
             acknowledged=command.acknowledged,
             policy_digest=command.target.policy_digest,
+            retention=None if self._bound is None else retention_of(session, self._bound, self.outcome),
         )
         session.activity.begin(f"{command.attempt}: committing")
         with session.log.stage("commit", command.attempt):
@@ -166,6 +169,7 @@ class Coordinator:
     def _update_baselines(self, record: CommitRecord) -> events.Event:
         """Owners make their baseline what the record names. After a takeover there is nothing to do: theirs is a new one."""
         session, bound = self._session, self._bound
+        self._is_committed = True
         if self._alone:
             return events.BaselinesUpdated()
         attempt = bound.attempt if bound is not None else self._unfinished_name()
@@ -234,6 +238,9 @@ class Coordinator:
 
     def _cleanup(self, attempt: AttemptId) -> events.Event:
         session = self._session
+        retains = self._is_committed and self._stays(attempt)
+        if retains and self._alone:
+            return events.CleanedUp()
         if self._alone:
             try:
                 session.store.delete_prefix(keys.attempt_prefix(attempt))
@@ -241,10 +248,16 @@ class Coordinator:
             except RefitError as error:
                 return events.CleanedUp(leftover=str(error))
             return events.CleanedUp()
-        replies = session.owners.command(ReleaseAttempt(attempt))
+        replies = session.owners.command(ReleaseAttempt(attempt, retains))
         self._note(replies)
         failures = [reply.failure.text for reply in replies if reply.failure is not None]
         return events.CleanedUp(leftover="; ".join(failures[:3]))
+
+    def _stays(self, attempt: AttemptId) -> bool:
+        """Whether the commit retained the attempt's payloads. What it did not retain after all, the next sweep removes."""
+        if self._bound is not None:
+            return is_retained(self._session, self._bound)
+        return is_linked(self._session.control, attempt)
 
     def _back_off(self, num_failures: int) -> events.Event:
         """Pause before the next attempt, looking for a request to abort meanwhile."""

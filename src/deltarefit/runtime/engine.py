@@ -20,6 +20,10 @@ class EngineDriver(Protocol):
     name: str
     """For reports, e.g. ``torch`` or ``vllm 0.32.0``."""
 
+    @property
+    def key(self) -> bytes | None:
+        """The run's secret, if it has one: with it a receiver reads and writes payloads in this process."""
+
     def prewarm(self, catalog: Catalog) -> Sequence[PrewarmReport]:
         """Learn where each canonical tensor goes, on every rank, writing nothing. Raises RejectedError."""
 
@@ -107,6 +111,10 @@ class LocalEngine:
     @property
     def request_gate(self) -> RequestGate:
         return self._gate
+
+    @property
+    def key(self) -> bytes | None:
+        return self._key
 
     def prewarm(self, catalog: Catalog) -> Sequence[PrewarmReport]:
         self._catalog = catalog

@@ -43,6 +43,7 @@ __all__ = [
     "ReopenGate",
     "Reply",
     "ReplyBody",
+    "Restore",
     "RunNotice",
     "Stop",
     "Survey",
@@ -93,6 +94,11 @@ class Survey(_Message, frozen=True, forbid_unknown_fields=True):
 
 class Audit(_Message, frozen=True, forbid_unknown_fields=True):
     """Show everything that can be told of the resident bits, on demand. Writes nothing and belongs to no attempt."""
+
+
+class Restore(_Message, frozen=True, forbid_unknown_fields=True):
+    """From an operator: take nothing for granted that the engine holds, and bring it to the committed version. Has no answer:
+    the receiver shows a new incarnation."""
 
 
 class Prepare(_Message, frozen=True, forbid_unknown_fields=True):
@@ -210,7 +216,7 @@ class Broken(_Message, frozen=True, forbid_unknown_fields=True):
     failure: Failure
 
 
-CallBody = Survey | Audit | Prepare | ConfirmArrival | OpenApply | Flush | Stop | DropCaches | ReopenGate
+CallBody = Survey | Audit | Prepare | ConfirmArrival | OpenApply | Flush | Stop | DropCaches | ReopenGate | Restore
 ReplyBody = Surveyed | Audited | Completed | Done | Failure | Broken
 
 
@@ -246,6 +252,8 @@ class EngineSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tensors that the engine's loader skips on every rank, as a full reload would."""
     dense: tuple[str, ...]
     """Tensors of which every element must be sent each time, because the loader computes with them."""
+    computed: tuple[str, ...] = ()
+    """Tensors whose canonical bits storage cannot prove before all of them were sent once."""
 
 
 class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

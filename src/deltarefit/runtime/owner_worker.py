@@ -77,6 +77,8 @@ class ReleaseAttempt(_Command, frozen=True, forbid_unknown_fields=True):
     """Forget the payloads of this attempt."""
 
     attempt: str
+    retains: bool = False
+    """It is committed, and its payloads stay in the store."""
 
 
 class CommitBaseline(_Command, frozen=True, forbid_unknown_fields=True):
@@ -190,6 +192,8 @@ class OwnerWorker:
             case StopSending(attempt=attempt):
                 with self._lock:
                     self._machine.mark_obsolete(AttemptId(attempt))
+                self._sender.stop_and_wait(AttemptId(attempt))
+            case ReleaseAttempt(attempt=attempt, retains=True):
                 self._sender.stop_and_wait(AttemptId(attempt))
             case ReleaseAttempt(attempt=attempt):
                 self._sender.cleanup(AttemptId(attempt))

@@ -21,14 +21,17 @@ def summarise(reports: Sequence[PrewarmReport], catalog: Catalog) -> EngineSumma
     encodings: dict[str, tuple[int, ...]] = {}
     skipped: list[str] = []
     dense: list[str] = []
+    computed: list[str] = []
     for name in catalog:
         holding = [report.routes[name] for report in reports if report.routes[name].kind != "skipped"]
         if not holding and catalog[name].num_elements:
             skipped.append(name)
         if any(route.is_dense for route in holding):
             dense.append(name)
+        if any(route.kind == "scratch" for route in holding):
+            computed.append(name)
         encodings[name] = tuple(code for code in _ALL if all(code in route.encodings for route in holding))
-    return EngineSummary(encodings, tuple(skipped), tuple(dense))
+    return EngineSummary(encodings, tuple(skipped), tuple(dense), tuple(computed))
 
 
 def make_plan(

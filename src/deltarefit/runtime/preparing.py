@@ -16,6 +16,7 @@ from deltarefit.runtime.clock import Deadline, Pace
 from deltarefit.runtime.members import Member
 from deltarefit.runtime.planning import check_digests, make_plan
 from deltarefit.runtime.refit_state import BoundAttempt, Identity, Session
+from deltarefit.runtime.retaining import retained_whole
 from deltarefit.transport import keys
 
 __all__ = ["Preparation", "expect"]
@@ -87,12 +88,13 @@ class Preparation:
         """
         session = self._session
         repair = self._tensors_to_repair(required, is_retry=command.ordinal > 1)
+        summaries = [session.members.summary(member) for member in required.values()]
         plan = make_plan(
             session.catalog,
-            [session.members.summary(member) for member in required.values()],
+            summaries,
             preferred=Encoding[session.settings.difference.upper()],
             num_owners=session.num_owners,
-            dense=frozenset(session.catalog) if command.is_dense else repair,
+            dense=frozenset(session.catalog) if command.is_dense else repair | retained_whole(session, summaries),
         )
         session.store.put_if_absent(keys.plan(plan.digest), plan.to_wire())
         return plan

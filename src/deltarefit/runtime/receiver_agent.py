@@ -23,6 +23,7 @@ from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import ReceiverDesk
+from deltarefit.runtime.rejoining import Rejoining
 from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
 from deltarefit.runtime.settings import ReceiverAgentSettings
 from deltarefit.runtime.sharing import (
@@ -125,6 +126,7 @@ class Receiver:
             log=self._log,
             request_timeout_s=self.settings.request_timeout_s,
             prewarm_anew=self._prewarm_anew,
+            restore=self._restore,
         )
 
     def _new_standing(self, ids: IdSource) -> Standing:
@@ -136,6 +138,17 @@ class Receiver:
             application=self._application,
             presence=self._presence,
             desk=self._desk,
+            rejoining=Rejoining(
+                engine=self._engine,
+                store=self._store,
+                source=self._feeds.source,
+                log=self._log,
+                may_act=lambda: self._presence.may_act,
+                request_timeout_s=self.settings.request_timeout_s,
+                max_nbytes=self.settings.staging_nbytes,
+                num_threads=self.settings.fetch_threads,
+            ),
+            log=self._log,
             clock=self._clock,
         )
 
@@ -264,6 +277,10 @@ class Receiver:
     def _prewarm_anew(self, catalog: Catalog) -> None:
         """The desk found that the engine's places are not those that were prewarmed."""
         self._standing.prewarm_anew(catalog)
+
+    def _restore(self) -> None:
+        """The desk was told to by an operator."""
+        self._standing.order_restore()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class ReceiverDesk:
         log: EventLog,
         request_timeout_s: float,
         prewarm_anew: Callable[[Catalog], None],
+        restore: Callable[[], None],
     ) -> None:
         self.catalog: Catalog | None = None
         """The one that was prewarmed for."""
@@ -50,6 +51,7 @@ class ReceiverDesk:
         self._name = name
         self._engine = engine
         self._prewarm_anew = prewarm_anew
+        self._restore = restore
         self._application = application
         self._presence = presence
         self._mailbox = mailbox
@@ -73,6 +75,10 @@ class ReceiverDesk:
             self._mailbox.acknowledge(mail.key)  # paper B.2: endpoints ignore what a replaced coordinator still sends
             return
         self.epoch = call.epoch
+        if isinstance(call.body, messages.Restore):
+            self._mailbox.acknowledge(mail.key)
+            self._restore()
+            return
         self._received_s[call.name] = self._log.now_s()
         self._coordinator = mail.sender
         self._presence.note(activity=_activity(call.body))

@@ -26,6 +26,7 @@ from deltarefit.runtime.owner_worker import Build, OwnerReply, sum_digests
 from deltarefit.runtime.planning import check_digests
 from deltarefit.runtime.preparing import expect
 from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
+from deltarefit.runtime.retaining import note_digests
 from deltarefit.transport import keys
 
 __all__ = ["Schedule"]
@@ -150,6 +151,7 @@ class Schedule:
         outcome.payload_nbytes = sum(reply.payload_nbytes for reply in listed)
         outcome.sent_nbytes += outcome.payload_nbytes
         outcome.transport = self._bound.transport
+        note_digests(self._session, self._bound, outcome)
 
     # --- line 29 ----------------------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ class RunHold:
 
     def sweep(self, gone: Collection[str] = ()) -> None:
         """Remove what the dead left behind. Only while no attempt is bound."""
-        sweep(self.store, epoch=self.epoch, gone=gone)
+        sweep(self.store, self.control, epoch=self.epoch, gone=gone)
 
     def release(self) -> None:
         """Give the run back. The next coordinator need not wait for the lease."""

@@ -15,6 +15,8 @@ from deltarefit.units import parse_nbytes
 
 __all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings"]
 
+_MAX_RETAINED = 1000
+
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @classmethod
@@ -119,6 +121,13 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """This participant's own certificate, with its chain, PEM."""
     relay_tls_key: str = ""
     """Its private key, PEM, without a password."""
+    retained_versions: int = 0
+    """How many committed versions' payloads stay in the run's store. A receiver that comes with the weights of a version from
+    which they lead on catches up by itself, without a refit. What went by relay, or whole, is not retained, and nothing
+    before it."""
+    retained_nbytes: int = 0
+    """Most bytes of these payloads together. 0: as many as the policy itself has, as a longer chain costs more than all of
+    it."""
     baseline_directory: str = ""
     """Where to memory-map the baseline; empty keeps it in memory."""
 
@@ -133,6 +142,11 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
             raise RejectedError(
                 f"lease_s {self.lease_s:g}, max_attempts {self.max_attempts}, min_receivers {self.min_receivers}"
                 ": expected a lease longer than 0, at least one attempt, and no negative number of receivers"
+            )
+        if not 0 <= self.retained_versions <= _MAX_RETAINED or self.retained_nbytes < 0:
+            raise RejectedError(
+                f"retained_versions {self.retained_versions}, retained_nbytes {self.retained_nbytes}: expected 0 to "
+                f"{_MAX_RETAINED} versions (the control record names each), and no negative number of bytes"
             )
 
 

@@ -156,6 +156,11 @@ class ReceiverFeeds:
         """Names the node; empty if nothing is shared on it."""
         return "" if self._share is None else self._share.node
 
+    @property
+    def source(self) -> PayloadSource:
+        """Fetches payloads from the run's store, once for all engines of a node."""
+        return self._source
+
     def feed(self, attempt: AttemptId, owners: Sequence[OwnerId], transport: str) -> Feed:
         """Follow an attempt whose payloads travel that way.
 

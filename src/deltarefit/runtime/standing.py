@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 
-from deltarefit.canonical import Catalog, digest_of_digests
+from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.control import ControlPlane
-from deltarefit.errors import RefitError, RejectedError
+from deltarefit.errors import AttemptFailedError, RefitError, RejectedError
 from deltarefit.ids import ReceiverId
 from deltarefit.protocol import ControlState
 from deltarefit.runtime.application import Application
-from deltarefit.runtime.clock import Clock, Pace
+from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.engine import EngineDriver
+from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.messages import RunNotice, decode_message, encode_message
 from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.planning import summarise
 from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
+from deltarefit.runtime.rejoining import Rejoining
 from deltarefit.transport import RunStore, keys, read_beacon
 
 __all__ = ["Standing"]
 
 _LOG = logging.getLogger(__name__)
+_FIRST_RETRY_S = 1.0
+_MOST_RETRY_S = 30.0
+_MAX_ROUNDS = 3
+_WAITS = "waiting to be restored by the next refit"
 
 
 class Standing:
@@ -38,6 +45,8 @@ class Standing:
         application: Application,
         presence: Presence,
         desk: ReceiverDesk,
+        rejoining: Rejoining,
+        log: EventLog,
         clock: Clock,
     ) -> None:
         self.failure: RefitError | None = None
@@ -49,7 +58,17 @@ class Standing:
         self._application = application
         self._presence = presence
         self._desk = desk
+        self._rejoining = rejoining
+        self._log = log
+        self._skipped: frozenset[str] = frozenset()
         self._has_new_places = False
+        self._may_catch_up = True
+        """Not tried since it came, or since it fell behind."""
+        self._is_restore_ordered = False
+        self._clock = clock
+        self._retry_s = 0.0
+        self._retry: Deadline | None = None
+        """When to prewarm again after it failed."""
         renew_s = presence.lease.renew_s
         self._look_pace = Pace(clock, first_s=renew_s, most_s=renew_s)
 
@@ -78,11 +97,14 @@ class Standing:
         self._desk.forget()
         self._presence.note(is_serving=False, activity="its lease ran out")
         self._presence.register_anew()
+        self._may_catch_up = True
         self.look_at_run()
 
     def join(self) -> bool:
         """Prewarm for the run's catalog once its trainer is there; True once done."""
         if self.failure is not None:
+            return False
+        if self._retry is not None and not self._retry.expired:
             return False
         notice = self._notice()
         if notice is None:
@@ -94,6 +116,11 @@ class Standing:
         except RejectedError as error:
             self._refuse(error)
             return False
+        except AttemptFailedError:
+            self._retry_s = min(max(_FIRST_RETRY_S, 2 * self._retry_s), _MOST_RETRY_S)
+            self._retry = Deadline(self._clock, self._retry_s)
+            raise
+        self._retry_s, self._retry = 0.0, None
         self._desk.catalog = catalog
         self._desk.epoch = notice.epoch
         self._prove_place()
@@ -102,7 +129,9 @@ class Standing:
 
     def _prewarm(self, catalog: Catalog) -> str:
         """Learn where the engine keeps what; the digest of the summary, which is then in the store."""
-        summary = encode_message(summarise(self._engine.prewarm(catalog), catalog))
+        found = summarise(self._engine.prewarm(catalog), catalog)
+        self._skipped = frozenset(found.skipped)
+        summary = encode_message(found)
         digest = hashlib.blake2b(summary, digest_size=16).hexdigest()
         self._store.put_if_absent(keys.plan(digest), summary)
         return digest
@@ -128,6 +157,7 @@ class Standing:
         """If they happen to hold the committed bits, this engine may go on serving at once."""
         if self._has_new_places:
             self._has_new_places = False
+            self._may_catch_up = True
             self._prove_place()
 
     def _check_lease(self, notice: RunNotice) -> None:
@@ -143,24 +173,68 @@ class Standing:
         if state is None or (state.record.policy_version == 0 and state.transition is None and not state.repair):
             return
         self._application.shut()
-        self._presence.note(is_serving=False, activity="waiting to be restored by the next refit")
+        self._presence.note(is_serving=False, activity=_WAITS)
 
     def _prove_place(self) -> None:
-        """If the weights happen to be the committed ones, nothing needs to be sent, and this engine may serve at once."""
+        """Serve at once if the weights are the committed ones, or can be made so from what the store retains."""
         self.shut_if_left_behind()
         if not self._application.reception.resident.is_gate_closed:
             return
-        state = self._control.read()
-        if state is not None and self._proves(state):
-            self._application.reception.restored(state.record.policy_version)
-            self._presence.note(policy_version=state.record.policy_version)
-            self._serve_again(state)
+        for _ in range(_MAX_ROUNDS):  # others may commit meanwhile
+            state = self._control.read()
+            if state is None or not self._holds(state):
+                break
+            version = state.record.policy_version
+            self._application.reception.restored(version)
+            self._presence.note(policy_version=version)
+            state = self._control.read()
+            if state is not None and state.record.policy_version == version:
+                self._serve_again(state)
+                break
+        else:
+            self._may_catch_up = False
 
-    def _proves(self, state: ControlState) -> bool:
-        """Whether the resident bits are those of the committed policy, by its digest."""
-        shown = self._desk.digests()
+    def _holds(self, state: ControlState) -> bool:
+        """Whether the engine holds the committed policy, by its digest, now or after catching up."""
+        shown = self._held()
         whole = {name: digest for name, digest in shown.items() if digest is not None}
-        return len(whole) == len(shown) and digest_of_digests(whole) == state.record.policy_digest
+        if len(whole) == len(shown) and digest_of_digests(whole) == state.record.policy_digest:
+            return True
+        if not self._may_catch_up or not state.is_idle or not state.links or self._desk.catalog is None:
+            return False
+        self._presence.show(activity=f"catching up to policy version {state.record.policy_version}")
+        self._may_catch_up = False
+        try:
+            self._may_catch_up = self._rejoining.catch_up(
+                state.links, shown, self._desk.catalog, begins=self._forget, survey=self._held
+            )
+        except RefitError as error:
+            _LOG.warning("receiver %s does not catch up by itself; the next refit restores it: %s", self._name, error)
+        self._log.drain()  # these stages are of no refit; observers have heard of them
+        if not self._may_catch_up:
+            self._presence.note(activity=_WAITS)
+        return self._may_catch_up
+
+    def _held(self) -> Mapping[str, TensorDigest | None]:
+        """Digests of what the engine holds, without what it skips as a full reload would."""
+        return {name: digest for name, digest in self._desk.digests().items() if name not in self._skipped}
+
+    def _forget(self) -> None:
+        """What the engine holds is not known from here on; nothing may be served."""
+        self._application.forget_weights()
+        self._presence.note(is_serving=False, policy_version=None)
+
+    def order_restore(self) -> None:
+        """An operator does not trust what the engine holds: shut its gate, and place it anew, after the attempt at hand."""
+        self._is_restore_ordered = True
+        self.look_at_run()
+
+    def _leave(self) -> None:
+        """Be a newcomer: ``join`` places the engine anew, and until then the coordinator asks nothing of it."""
+        self._application.shut()
+        self._desk.forget()
+        self._presence.show(summary_digest="", is_serving=False, activity=_WAITS)
+        self._presence.register_anew()
 
     def look_now_and_then(self) -> None:
         """``look_at_run`` if it is time to."""
@@ -170,6 +244,13 @@ class Standing:
     def look_at_run(self) -> None:
         """Greet a new coordinator, notice that others went on, serve again where that is right."""
         self._application.keep_shut()
+        if self._is_restore_ordered and self._application.attempt is None:
+            _LOG.warning("receiver %s: an operator ordered it to be restored", self._name)
+            self._is_restore_ordered = False
+            self._may_catch_up = True
+            self._forget()
+            self._leave()
+            return
         notice = self._notice()
         if notice is not None and notice.epoch > self._desk.epoch:
             self._desk.epoch = notice.epoch
@@ -178,10 +259,14 @@ class Standing:
         if self._application.attempt is None and notice is not None and not resident.is_gate_closed:
             if notice.policy_version > max(self.policy_version, 0) and self.is_joined:
                 _LOG.warning("receiver %s: policy version %d is committed without it", self._name, notice.policy_version)
+                self._may_catch_up = True
                 self._application.shut()
                 self._presence.show(is_serving=False, activity="left behind; waiting for the next refit")
         elif resident.is_gate_closed and self.is_joined and (state := self._control.read()) is not None:
             self._serve_again(state)
+            # Whatever attempt is at hand here is over if the record is idle.
+            if self._application.reception.resident.is_gate_closed and self._may_catch_up and state.links and state.is_idle:
+                self._leave()
 
     def _serve_again(self, state: ControlState) -> None:
         if self._presence.may_act and self._application.serve_again(state):

@@ -57,6 +57,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     repair: str
     """Why the next refit must send every element; empty if it need not."""
     abort: str
+    retained_from: int | None
+    """Receivers with the weights of this version or a later one can catch up by themselves; None if nothing is retained."""
     receivers: tuple[MemberStatus, ...]
 
 
@@ -106,6 +108,7 @@ def _status(run: str, state: ControlState, notice: RunNotice | None, receivers: 
         required=attempt.required if attempt is not None else (),
         repair=state.repair,
         abort=state.abort,
+        retained_from=state.links[0].base_version if state.links else None,
         receivers=receivers,
     )
 

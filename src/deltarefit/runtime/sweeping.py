@@ -1,6 +1,6 @@
 """Removes what dead processes left under a run: objects of ended attempts, mail that nobody will read, beacons of the dead.
 
-Only the holder of the run calls this, and only while no attempt is bound (checklist D41).
+Only the holder of the run calls this, and only while no attempt is bound (checklist D41). What the record retains stays.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from deltarefit.errors import RefitError
+from deltarefit.control import ControlPlane
+from deltarefit.errors import CommitConflictError, RefitError
+from deltarefit.ids import AttemptId
 from deltarefit.runtime.names import COORDINATOR, coordinator_mailbox
 from deltarefit.transport import RunStore, keys, sweep_attempts
 
@@ -17,16 +19,17 @@ __all__ = ["sweep"]
 _LOG = logging.getLogger(__name__)
 
 
-def sweep(store: RunStore, *, epoch: int, gone: Collection[str]) -> int:
-    """Delete leftovers; returns how many objects or attempts were removed. A failure is logged: the next sweep goes on.
+def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str]) -> int:
+    """Delete leftovers; returns how many objects were removed. A failure is logged: the next sweep goes on.
 
     Args:
         store: the run.
+        control: its record.
         epoch: the holder's; mail to coordinators of other epochs is removed.
         gone: receivers that have shown no sign of life for long; one that only slept writes its beacon anew.
     """
     try:
-        removed = len(sweep_attempts(store, keep=()))
+        removed = sweep_attempts(store, keep=lambda: _linked(control, epoch))
         beacons = [keys.member(name) for name in gone]
         store.delete(beacons)
         mail = _orphaned_mail(store, epoch)
@@ -35,6 +38,18 @@ def sweep(store: RunStore, *, epoch: int, gone: Collection[str]) -> int:
         _LOG.warning("leftovers in %s stay for now: %s", store.url, error)
         return 0
     return removed + len(beacons) + len(mail)
+
+
+def _linked(control: ControlPlane, epoch: int) -> list[AttemptId]:
+    """The attempts to keep.
+
+    Raises:
+        CommitConflictError: somebody else holds the run, or an attempt is bound; then nothing may be removed.
+    """
+    state = control.read()
+    if state is None or state.epoch != epoch or state.attempt is not None:
+        raise CommitConflictError(f"the holder of epoch {epoch} has nothing to sweep: the record has moved on")
+    return [link.attempt for link in state.links]
 
 
 def _orphaned_mail(store: RunStore, epoch: int) -> list[str]:

@@ -10,6 +10,7 @@
     attempts/<attempt>/halt                there once the coordinator has given the attempt up, while owners still build
     attempts/<attempt>/broken/<owner>      why an owner's payloads do not all get through, where only the owner knows
     attempts/<attempt>/progress/<who>      how far each participant is, for people
+    attempts/<attempt>/digests             what the policy is before and after, for receivers that come back over the attempt
     relays/<name>                          one beacon per relay
     plans/<digest>                         refit plans, by content
 
@@ -37,7 +38,9 @@ __all__ = [
     "broken",
     "broken_prefix",
     "control",
+    "digests",
     "halt",
+    "is_link",
     "mail",
     "mail_prefix",
     "manifest_part",
@@ -143,6 +146,16 @@ def progress_prefix(attempt: AttemptId) -> str:
 def progress(attempt: AttemptId, who: str) -> str:
     """How far one participant is."""
     return f"{progress_prefix(attempt)}/{_checked('participant', who)}"
+
+
+def digests(attempt: AttemptId) -> str:
+    """Digests of all tensors before and after the attempt."""
+    return f"{attempt_prefix(attempt)}/digests"
+
+
+def is_link(key: str) -> bool:
+    """Whether an object of a committed attempt is of use to receivers that come back over it."""
+    return key.split("/")[2:3] in (["payloads"], ["manifest"], ["digests"])
 
 
 def relay(name: str) -> str:

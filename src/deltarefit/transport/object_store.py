@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from deltarefit.errors import PayloadInvalidError
@@ -120,13 +120,17 @@ def read_manifest(store: RunStore, attempt: AttemptId) -> Manifest:
     return Manifest.merge(attempt, parts)
 
 
-def sweep_attempts(store: RunStore, *, keep: Collection[AttemptId]) -> tuple[AttemptId, ...]:
-    """Remove every attempt's objects but those to keep: what killed owners left behind (checklist D41).
+def sweep_attempts(store: RunStore, *, keep: Callable[[], Collection[AttemptId]]) -> int:
+    """Remove every attempt's objects but those to keep: what killed owners left behind (checklist D41), and old links.
 
-    Call it only while holding the run, and with the active and all retained attempts in ``keep``. Returns what was removed.
+    ``keep`` is asked after the listing, so that what others begin or commit meanwhile is not touched: whatever was not there
+    when the objects were listed stays. Of attempts to keep, what only mattered while they were under way is removed. Returns
+    how many objects were listed and removed. Ended in the middle, it leaves what the next call removes.
     """
-    found = {attempt for info in store.listing(keys.ATTEMPTS) if (attempt := keys.attempt_of(info.key)) is not None}
-    removed = tuple(sorted(found - set(keep)))
-    for attempt in removed:
+    found = [(attempt, info.key) for info in store.listing(keys.ATTEMPTS) if (attempt := keys.attempt_of(info.key))]
+    kept = frozenset(keep())
+    for attempt in sorted({attempt for attempt, _ in found} - kept):
         store.delete_prefix(keys.attempt_prefix(attempt))
-    return removed
+    strays = [key for attempt, key in found if attempt in kept and not keys.is_link(key)]
+    store.delete(strays)
+    return len(strays) + sum(attempt not in kept for attempt, _ in found)

@@ -16,6 +16,7 @@ import msgspec
 from deltarefit.canonical import Catalog
 from deltarefit.errors import AttemptFailedError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.integrations.vllm.calls import InFlight, VllmCalls, calls_for
+from deltarefit.integrations.vllm.endpoint import read_key
 from deltarefit.integrations.vllm.exchange import Exchange, create_directory
 from deltarefit.integrations.vllm.operations import RESULTS, RawTensor
 from deltarefit.plan import RefitPlan
@@ -81,6 +82,11 @@ class VllmEngine:
         if not self._name:
             self._name = f"vllm {_translated('its version', self._calls.vllm_version)}"
         return self._name
+
+    @property
+    def key(self) -> bytes | None:
+        """Raises RejectedError if its file holds none."""
+        return self._key if self._key_file is None else read_key(self._key_file)
 
     @property
     def num_ranks(self) -> int:

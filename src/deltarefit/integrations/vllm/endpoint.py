@@ -12,7 +12,7 @@ from deltarefit.integrations.vllm.exchange import Exchange
 from deltarefit.integrations.vllm.operations import RankOperations
 from deltarefit.runtime.messages import Failure
 
-__all__ = ["RankEndpoint"]
+__all__ = ["RankEndpoint", "read_key"]
 
 _log = logging.getLogger(__name__)
 _MAX_KEY_NBYTES = 4096
@@ -44,7 +44,7 @@ class RankEndpoint:
         self._answer(self._exchange, 0, lambda: self._set_up(key_file))
 
     def _set_up(self, key_file: str) -> None:
-        self._operations = self._make_operations(_read_key(key_file) if key_file else None)
+        self._operations = self._make_operations(read_key(Path(key_file)) if key_file else None)
 
     def receive(self, session: str, number: int, operation: str) -> None:
         """Carry out one operation whose input lies in the exchange directory.
@@ -81,8 +81,13 @@ class RankEndpoint:
         self._operations = None
 
 
-def _read_key(path: str) -> bytes:
-    with Path(path).open("rb") as file:
+def read_key(path: Path) -> bytes:
+    """The run's secret from its file.
+
+    Raises:
+        RejectedError: it holds none.
+    """
+    with path.open("rb") as file:
         key = file.read(_MAX_KEY_NBYTES + 1)
     if not 0 < len(key) <= _MAX_KEY_NBYTES:
         raise RejectedError(f"key file {path}: expected 1 to {_MAX_KEY_NBYTES} bytes")

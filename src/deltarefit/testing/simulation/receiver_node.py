@@ -159,7 +159,7 @@ class ReceiverNode(Node):
             self._on_serve(self)
 
     def _may_serve_again(self, state: ControlState) -> bool:
-        is_between = state.attempt is None and state.transition is None and not state.repair
+        is_between = state.is_idle
         return is_between and self._fence.may_act(self.world.now_s) and self.reception.committed(state.record)
 
     # --- calls ------------------------------------------------------------------------------------------------------

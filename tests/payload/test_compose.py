@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.kernels import apply_item, code_records
-from deltarefit.offline.compose import Changes
-from deltarefit.offline.grid import contiguous
+from deltarefit.payload.compose import Changes
 from deltarefit.payload.locations import check_disjoint
+from deltarefit.pieces import contiguous
 from deltarefit.records import DeltaRecords, Encoding
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}

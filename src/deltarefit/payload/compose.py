@@ -1,4 +1,6 @@
-"""What several deltas do to one slice, as one set of changes: the arithmetic of ``fold``. Pure; no files.
+"""What several payloads do to the words of one tensor, or of a slice of it, as one set of changes. Pure; no files.
+
+It is the arithmetic of ``deltarefit fold``, and of receivers that catch up over several versions.
 
 A slice's words are an image (the base's words, or zeros) and then changes to single words. Changes compose without knowing
 the image:
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
 from deltarefit.kernels import code_records, decode_positions, decode_values, scan
-from deltarefit.offline.grid import contiguous
+from deltarefit.pieces import contiguous
 from deltarefit.records import CodedItem, DeltaRecords, Encoding
 
 __all__ = ["Changes"]
