@@ -14,6 +14,7 @@ from deltarefit.source.conversion import ExplainedConverter, ResidualConverter, 
 from deltarefit.source.coverage import CoverageReport, CoverageRow, ParallelDegrees, coverage_of
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
+from deltarefit.source.parts import PART_NBYTES, cut_into_parts
 from deltarefit.source.regions import onto_shard, onto_view, window
 from deltarefit.source.replicas import find_replicas
 from deltarefit.source.residual import ResidualBaseline, ResidualStage
@@ -22,6 +23,7 @@ from deltarefit.source.setup import Source, open_source
 from deltarefit.source.task import ConversionTask, ResidualSource, SourceAdapter
 
 __all__ = [
+    "PART_NBYTES",
     "BuildStats",
     "Collective",
     "ConversionTask",
@@ -49,6 +51,7 @@ __all__ = [
     "coverage_of",
     "cut_into_buckets",
     "cut_into_chunks",
+    "cut_into_parts",
     "elect_owners",
     "find_replicas",
     "onto_shard",

@@ -17,7 +17,7 @@ from deltarefit.integrations.megatron.residual import BridgeConverter, Convertin
 from deltarefit.integrations.torch.collective import default_collective
 from deltarefit.integrations.torch.local import LocalTensor, Shard, local_tensors
 from deltarefit.integrations.torch.manifest import as_catalog
-from deltarefit.integrations.torch.tasks import task_of
+from deltarefit.integrations.torch.tasks import tasks_of
 from deltarefit.source import Collective, ConversionTask, SourceAdapter, together
 
 __all__ = ["MegatronAdapter", "megatron_adapter", "source_adapter"]
@@ -76,9 +76,8 @@ class MegatronAdapter:
             local = self._tensors[held.facts.chunk, held.facts.local_name]
             for name, pieces in ((name, pieces) for geometry in held.mapped for name, pieces in geometry.pieces.items()):
                 key = f"{name}<{held.facts.name}"
-                task = task_of(key, self._manifest[name], local, pieces, self._collective.world_size)
-                if task is not None:
-                    found[task.key] = task
+                tasks = tasks_of(key, self._manifest[name], local, pieces, self._collective.world_size)
+                found.update((task.key, task) for task in tasks)
         return tuple(found.values())
 
     def residual(self) -> BridgeConverter | None:

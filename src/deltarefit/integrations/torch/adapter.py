@@ -15,7 +15,7 @@ from deltarefit.integrations.torch.export import Convert, Exporter, ExportMap, a
 from deltarefit.integrations.torch.local import LocalTensor, ShardOf, local_tensors, refuse_shards, unwrap
 from deltarefit.integrations.torch.manifest import as_catalog
 from deltarefit.integrations.torch.residual import ExportConverter
-from deltarefit.integrations.torch.tasks import task_of
+from deltarefit.integrations.torch.tasks import tasks_of
 from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
@@ -107,9 +107,7 @@ class TorchAdapter:
         for name, parts in self._export.placements.items():
             for source, pieces in parts:
                 key = name if len(parts) == 1 else f"{name}<{source}"
-                task = task_of(key, self._export.specs[name], self._tensors[source], pieces, self._collective.world_size)
-                if task is not None:
-                    tasks.append(task)
+                tasks += tasks_of(key, self._export.specs[name], self._tensors[source], pieces, self._collective.world_size)
         return tasks
 
     def residual(self) -> ExportConverter | None:

@@ -10,7 +10,7 @@ from deltarefit.bits import DTYPES, dtype_name, logical_words
 from deltarefit.canonical import TensorSpec
 from deltarefit.integrations.torch.export import Exporter, ExportMap
 from deltarefit.integrations.torch.local import LocalTensor
-from deltarefit.integrations.torch.tasks import task_of
+from deltarefit.integrations.torch.tasks import tasks_of
 from deltarefit.pieces import Piece, whole
 from deltarefit.source import Collective, ConversionTask, ResidualPart
 
@@ -38,13 +38,13 @@ class ExportConverter:
     def sources(self) -> Sequence[ConversionTask]:
         """See ResidualConverter."""
         names = {source for group in self._export.groups.values() for source in group}
-        found = []
+        found: list[ConversionTask] = []
         for name in sorted(names):
             local = self._tensors[name]
             spec = TensorSpec(name, dtype_name(local.dtype), local.shape)
             view = whole(spec.shape)
-            found.append(task_of(f"source of {name}", spec, local, [Piece(view, view)], self._collective.world_size))
-        return [task for task in found if task is not None]
+            found += tasks_of(f"source of {name}", spec, local, [Piece(view, view)], self._collective.world_size)
+        return found
 
     def dependencies(self) -> Mapping[str, frozenset[str]]:
         """See ResidualConverter. What is traced together is taken to depend on all of it."""
