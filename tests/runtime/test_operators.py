@@ -6,15 +6,18 @@ import json
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner
 
 import deltarefit
 from deltarefit.cli.program import program
+from deltarefit.errors import DeadlineError
 from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.doctor import examine
 from deltarefit.testing.faults import CorruptingSender, FaultPlan
+from deltarefit.transport import open_run
 
-from .pair import SETTINGS, perturb
+from .pair import SETTINGS, Policy, perturb
 
 pytestmark = pytest.mark.torch
 
@@ -87,3 +90,60 @@ def test_doctor_warns_of_a_clock_that_runs_too_fast(tmp_path):
     found = examine((tmp_path / "run").as_uri(), clock=Fast(), ids=RandomIds(), watch_s=0.5)
     assert {check.name: check.status for check in found.checks}["clocks"] == "warning"
     assert found.ok
+
+
+def test_a_receiver_is_restored_by_order_from_what_the_store_retains(pair):
+    publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, retained_versions=4, retained_nbytes=1 << 20))
+    old = Policy()
+    for seed in range(2):
+        perturb(pair.policy, seed)
+        publisher.refit()
+    receiver, model = pair.receivers[0], pair.models[0]
+    before = receiver._presence.shown.incarnation
+    model.load_weights(old.state_dict().items())  # somebody loaded the first checkpoint into a serving engine
+    result = run("receiver", "restore", "--run", pair.run, "--name", "rollout-0", "--json")
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["is_restored"], shown["policy_version"]) == (0, True, 2)
+    assert receiver._presence.shown.incarnation != before
+    pair.assert_equal()
+    with receiver.serving(1.0):
+        pass
+    assert (
+        "proved that it holds policy version 2" in run("receiver", "restore", "--run", pair.run, "--name", "rollout-0").stdout
+    )
+    perturb(pair.policy, 2)
+    assert publisher.refit().receivers == ("rollout-0",)
+    pair.assert_equal()
+    assert open_run(pair.run, clock=SystemClock()).listing("mail") == []
+
+
+def test_a_damaged_receiver_serves_nothing_after_the_order_and_the_next_refit_repairs_it(pair):
+    publisher = pair.publisher()
+    perturb(pair.policy, 0)
+    publisher.refit()
+    pair.models[0].fused.data.view(torch.uint8)[11] ^= 4
+    result = run("receiver", "restore", "--run", pair.run, "--name", "rollout-0")
+    assert result.exit_code == 1
+    assert "next refit() sends it what it lacks" in result.stdout
+    with pytest.raises(DeadlineError):
+        pair.receivers[0].serving(0.2).__enter__()
+    assert publisher.refit().attempts == 1
+    pair.assert_equal()
+    with pair.receivers[0].serving(1.0):
+        assert pair.receivers[0].policy_version == 2
+
+
+def test_an_order_that_reaches_nobody_says_what_to_do(pair):
+    result = run("receiver", "restore", "--run", pair.run, "--name", "rollout-0")
+    assert result.exit_code == 1
+    assert "start the trainer first" in result.stderr
+    pair.publisher()
+    result = run("receiver", "restore", "--run", pair.run, "--name", "nobody")
+    assert result.exit_code == 1
+    assert "there are: rollout-0" in result.stderr
+    pair.receivers[0]._stopping.set()
+    pair.receivers[0]._thread.join()
+    result = run("receiver", "restore", "--run", pair.run, "--name", "rollout-0", "--wait", "0.3", "--json")
+    assert json.loads(result.stdout)["error"]["kind"] == "DeadlineError"
+    assert run("receiver", "--run", pair.run).exit_code == 2
+    assert run("receiver", "restore", "--run", pair.run).exit_code == 2

@@ -1,4 +1,7 @@
-"""The ``receiver`` command: stands beside a serving engine on its node and keeps it at the run's committed version."""
+"""The ``receiver`` command: stands beside a serving engine on its node and keeps it at the run's committed version.
+
+``receiver restore`` has one that runs already place its engine anew.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from typing import Any
 
 import click
 
-from deltarefit.cli._output import guarded
+from deltarefit.cli._output import emit, fail_check, guarded, json_option
 
 __all__ = ["receiver"]
 
 
-@click.command()
-@click.option("--run", "run", required=True, help="The run's URL, as the trainer names it.")
-@click.option("--engine", "engine", required=True, help="The server's address on this node, such as http://127.0.0.1:8000.")
+@click.group(invoke_without_command=True)
+@click.option("--run", "run", help="The run's URL, as the trainer names it.")
+@click.option("--engine", "engine", help="The server's address on this node, such as http://127.0.0.1:8000.")
 @click.option("--name", default=None, help="The receiver's name in reports; default: a fresh one.")
 @click.option(
     "--in-flight",
@@ -34,15 +37,34 @@ __all__ = ["receiver"]
 )
 @click.option("--verify-writes", is_flag=True, help="Check every write after it was made.")
 @click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
+@click.pass_context
 @guarded
 def receiver(
-    *, run: str, engine: str, name: str | None, in_flight: str, key_file: Path | None, verify_writes: bool, lease_s: float
+    context: click.Context,
+    *,
+    run: str | None,
+    engine: str | None,
+    name: str | None,
+    in_flight: str,
+    key_file: Path | None,
+    verify_writes: bool,
+    lease_s: float,
 ) -> None:
     """Keep a running vLLM server at a run's committed policy version, until interrupted.
 
     Start the server with --weight-transfer-config '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1, from the checkpoint
-    that the trainer started from.
+    that the trainer started from, or from a later one.
     """
+    if context.invoked_subcommand is not None:
+        return
+    if run is None or engine is None:
+        raise click.UsageError("--run and --engine are needed")
+    _keep(run, engine, name, in_flight=in_flight, key_file=key_file, verify_writes=verify_writes, lease_s=lease_s)
+
+
+def _keep(
+    run: str, engine: str, name: str | None, *, in_flight: str, key_file: Path | None, verify_writes: bool, lease_s: float
+) -> None:
     import importlib
 
     from deltarefit.runtime.clock import SystemClock
@@ -77,3 +99,37 @@ def receiver(
                 click.echo(f"holds policy version {version}", err=True)
     finally:
         agent.close()
+
+
+@receiver.command()
+@click.option("--run", "run", required=True, help="The run's URL, as the trainer names it.")
+@click.option("--name", required=True, help="The receiver's name, as 'deltarefit status' shows it.")
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds to wait for the receiver."
+)
+@json_option
+@guarded
+def restore(*, run: str, name: str, wait_s: float, as_json: bool) -> None:
+    """Have a running receiver take nothing for granted that its engine holds, and bring it to the committed version.
+
+    For engines whose weights may be damaged. It shuts its request gate, computes the digest of every tensor, catches up over
+    retained payloads if that leads to the committed version, and serves once it has proved it. Otherwise the next refit() sends
+    it what it lacks; exit code 1 says so. May be run from any machine that reaches the run.
+    """
+    from deltarefit.runtime.clock import RandomIds, SystemClock
+    from deltarefit.runtime.restoring import Restoration, restore_receiver
+
+    done = restore_receiver(run, name, clock=SystemClock(), ids=RandomIds(), wait_s=wait_s)
+
+    def human(shown: Restoration = done) -> None:
+        if shown.is_restored:
+            click.echo(f"receiver {name} proved that it holds policy version {shown.committed_version}, and serves")
+            return
+        click.echo(
+            f"receiver {name} holds neither policy version {shown.committed_version} nor one from which retained payloads lead "
+            "there; its request gate stays shut. The trainer's next refit() sends it what it lacks"
+        )
+
+    emit(done, as_json=as_json, human=human)
+    if not done.is_restored:
+        fail_check()

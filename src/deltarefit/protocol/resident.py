@@ -54,7 +54,8 @@ class Resident:
         if self.policy_version != base_version:
             held = "an unplaced checkpoint" if self.policy_version is None else f"policy version {self.policy_version}"
             raise RejectedError(
-                f"receiver {receiver}: holds {held}, expected {base_version}, the base of this refit; restore it first"
+                f"receiver {receiver}: holds {held}, expected {base_version}, the base of this refit; restore it: "
+                f"'deltarefit receiver restore --run RUN --name {receiver}'"
             )
         doubt = self.doubt
         if doubt is None:
@@ -66,7 +67,7 @@ class Resident:
         if doubt.is_mixed_candidate or doubt.candidate != candidate:
             raise RejectedError(
                 f"receiver {receiver}: holds bits of candidate {doubt.candidate}, this attempt carries {candidate}; send every "
-                "element (dense attempt), or restore the receiver"
+                f"element (dense attempt), or restore it: 'deltarefit receiver restore --run RUN --name {receiver}'"
             )
 
     def touched(self, *, candidate: str) -> Resident:
@@ -112,5 +113,5 @@ class Resident:
         worth = f"fenced ({self.fenced})" if self.fenced else worth
         raise OperatorRequiredError(
             f"receiver {receiver}: the request gate stays closed: weights are {worth}, committed is {record}; "
-            "the next refit() sends it what it lacks, and opens the gate"
+            f"'deltarefit receiver restore --run RUN --name {receiver}' places it anew; the next refit() sends it what it lacks"
         )

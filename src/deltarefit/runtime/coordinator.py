@@ -230,8 +230,8 @@ class Coordinator:
             self._preparation.retire(concerned[receiver].identity)
         for receiver in sorted(set(answers) - stopped - retired):
             return events.CommandFailed(
-                reason=f"stop of {attempt}: {answers[receiver]}. It may still be writing: restart that receiver's process, or "
-                "wait until it answers again"
+                reason=f"stop of {attempt}: {answers[receiver]}. It may still be writing: restart that receiver's process, "
+                "which restores it, or wait until it answers again: 'deltarefit status' shows it"
             )
         gone = frozenset(self._unfinished.required) - set(answers) if self._unfinished is not None else frozenset()
         return events.Stopped(survivors=stopped, retired=frozenset(retired) | gone)

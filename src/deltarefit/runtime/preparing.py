@@ -59,7 +59,8 @@ class Preparation:
                 retired = ", ".join(sorted(receiver for receiver, _ in self._retired)) or "none"
                 raise AttemptFailedError(
                     f"{len(required)} receivers are ready ({', '.join(sorted(required)) or 'none'}), expected at least "
-                    f"{count}; retired in this refit: {retired}; start receivers for this run"
+                    f"{count}; retired in this refit: {retired}; start receivers for this run ('deltarefit receiver'), and see "
+                    f"'deltarefit status --run {session.store.url}'"
                 )
             session.activity.begin(f"receivers to come back: {len(required)} of {count} are ready")
             session.clock.sleep(_LOOK_S)

@@ -374,7 +374,10 @@ class Publisher:
     def _record(self, session: Session) -> ControlState:
         state = session.control.read()
         if state is None:
-            raise OperatorRequiredError(f"the control record of {self._store.url} is gone; restore it, or start a new run")
+            raise OperatorRequiredError(
+                f"the control record of {self._store.url} is gone; see 'deltarefit doctor --run "
+                f"{self._store.url}', bring it back from a copy, or start a new run"
+            )
         return state
 
     def _await_receivers(self, session: Session) -> None:

@@ -12,7 +12,7 @@ from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.transport import BeaconReading, RunStore, keys, open_run, read_beacon, read_beacons
 
-__all__ = ["MemberStatus", "RunStatus", "read_status"]
+__all__ = ["MemberStatus", "RunStatus", "open_existing", "read_status"]
 
 _LEASE_S = 10.0  # assumed where no coordinator says: the default
 
@@ -68,12 +68,7 @@ def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float | None 
     Raises:
         RejectedError: there is no such run.
     """
-    store = open_run(run, clock=clock)
-    if store.directory is not None and not (store.directory / "control" / "record.sqlite").exists():
-        raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
-    state = control_plane(store, clock, ids).read()
-    if state is None:
-        raise RejectedError(f"no run at {run}: the control record is empty; start the trainer first")
+    store, state = open_existing(run, clock, ids)
     first = _coordinator(store)
     before = _counters([*read_beacons(store), *([first[0]] if first is not None else [])])
     if watch_s is None:
@@ -84,6 +79,21 @@ def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float | None 
     notice = last[1] if last is not None and is_alive else None
     receivers = tuple(_member(reading, state, before) for reading in read_beacons(store))
     return _status(run, state, notice, receivers)
+
+
+def open_existing(run: str, clock: Clock, ids: IdSource) -> tuple[RunStore, ControlState]:
+    """A run's store and record.
+
+    Raises:
+        RejectedError: there is no such run.
+    """
+    store = open_run(run, clock=clock)
+    if store.directory is not None and not (store.directory / "control" / "record.sqlite").exists():
+        raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
+    state = control_plane(store, clock, ids).read()
+    if state is None:
+        raise RejectedError(f"no run at {run}: the control record is empty; start the trainer first")
+    return store, state
 
 
 def _coordinator(store: RunStore) -> tuple[BeaconReading, RunNotice] | None:

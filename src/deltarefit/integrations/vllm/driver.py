@@ -141,7 +141,8 @@ class VllmEngine:
         if not done:
             raise OperatorRequiredError(
                 "vLLM did not drop its prefix cache: blocks are still held, by running requests or by a KV connector. The "
-                "request gate stays closed; end those requests, or restart the engine from the committed checkpoint"
+                "request gate stays closed; end those requests: its receiver then opens the gate by itself; or restart the "
+                "engine, and run 'deltarefit receiver restore'"
             )
 
     def publish(self, policy_version: int) -> None:
