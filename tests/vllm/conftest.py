@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deltarefit.integrations.vllm.endpoint import RankEndpoint
-from deltarefit.integrations.vllm.operations import RankOperations
+from deltarefit.integrations.exchange import RankEndpoint, RankOperations
 from deltarefit.receiver import PrewarmReport, RankDigest
 
 

@@ -20,9 +20,9 @@ from deltarefit.errors import (
     TransportError,
 )
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
+from deltarefit.integrations.exchange.directory import Exchange
 from deltarefit.integrations.vllm import BACKEND, VllmEngine
 from deltarefit.integrations.vllm.calls import HttpCalls
-from deltarefit.integrations.vllm.exchange import Exchange
 from deltarefit.kernels import code_records
 from deltarefit.payload import encode
 from deltarefit.plan import RefitPlan

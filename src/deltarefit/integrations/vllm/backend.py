@@ -15,9 +15,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import vllm
-from deltarefit.integrations.vllm.endpoint import RankEndpoint
+from deltarefit.integrations.exchange import RankEndpoint, RankOperations
 from deltarefit.integrations.vllm.layout import check_layout
-from deltarefit.integrations.vllm.operations import RankOperations
 from deltarefit.receiver import RankReceiver, ReceiverSettings
 
 __all__ = ["DeltarefitBackend"]

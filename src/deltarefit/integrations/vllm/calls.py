@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Coroutine, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError, RejectedError
+from deltarefit.errors import DeadlineError, RejectedError
+from deltarefit.integrations.exchange import EngineCalls, JsonServer
 from deltarefit.runtime.gate import RequestGate
 
-__all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "VllmCalls", "calls_for"]
+__all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "calls_for"]
 
 InFlight = Literal["wait", "keep", "abort"]
 """Running requests when the gate closes: let them end, freeze them and let them go on under the new weights (their keys and
 values are computed anew), or end them at once."""
-
-_MAX_ANSWER_NBYTES = 2**20
-
-
-class VllmCalls(Protocol):
-    """What the driver needs of a running vLLM. Every call returns once it has taken effect on all ranks."""
-
-    is_thread_safe: bool
-    """Whether calls may come from a thread other than the one that generates, while it generates."""
-
-    def vllm_version(self) -> str:
-        """Such as ``0.32.0``."""
-
-    def init(self, info: Mapping[str, Any]) -> None: ...
-
-    def start(self) -> None: ...
-
-    def update(self, info: Mapping[str, Any]) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def set_weight_version(self, weight_version: str) -> None: ...
-
-    def pause(self, timeout_s: float) -> None:
-        """Raises DeadlineError if requests did not end in time; the engine then stays closed to new ones."""
-
-    def resume(self) -> None: ...
-
-    def reset_caches(self) -> bool:
-        """Drop prefix, KV connector and encoder caches; False if vLLM could not."""
 
 
 def calls_for(
@@ -57,7 +24,7 @@ def calls_for(
     timeout_s: float,
     gate: RequestGate,
     loop: asyncio.AbstractEventLoop | None,
-) -> VllmCalls:
+) -> EngineCalls:
     """The calls of an ``LLM``, an ``AsyncLLM`` (with the loop it runs in) or a server's URL.
 
     Raises:
@@ -89,7 +56,7 @@ class OfflineCalls:
         self._llm = llm
         self._gate = gate
 
-    def vllm_version(self) -> str:
+    def engine_version(self) -> str:
         import vllm
 
         return str(vllm.__version__)
@@ -141,7 +108,7 @@ class AsyncCalls:
             future.cancel()
             raise DeadlineError(f"vLLM did not finish {what} within {limit_s} s") from error
 
-    def vllm_version(self) -> str:
+    def engine_version(self) -> str:
         import vllm
 
         return str(vllm.__version__)
@@ -187,42 +154,14 @@ class HttpCalls:
     is_thread_safe = True
 
     def __init__(self, url: str, *, in_flight: InFlight, timeout_s: float) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.netloc:
-            raise RejectedError(f"engine URL {url!r}: expected something like http://127.0.0.1:8000")
-        self._url = url.rstrip("/")
         self._in_flight = in_flight
-        self._timeout_s = timeout_s
+        self._ask = JsonServer(
+            url,
+            timeout_s=timeout_s,
+            if_missing='start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "deltarefit"}\'',
+        ).ask
 
-    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(
-            self._url + route, data=data, method=method, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=limit_s) as answer:
-                text = answer.read(_MAX_ANSWER_NBYTES)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refusal(method, route, error) from error
-        except TimeoutError as error:
-            raise DeadlineError(f"{method} {self._url}{route}: no answer within {limit_s} s") from error
-        except OSError as error:
-            raise AttemptFailedError(f"{method} {self._url}{route}: {error}; is the server running?") from error
-        return json.loads(text) if text else None
-
-    @staticmethod
-    def _refusal(method: str, route: str, error: urllib.error.HTTPError) -> RefitError:
-        if error.code == 404:
-            return RejectedError(
-                f"{method} {route}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 and "
-                '--weight-transfer-config \'{"backend": "deltarefit"}\''
-            )
-        text = error.read(_MAX_ANSWER_NBYTES).decode(errors="replace")[:500]
-        return AttemptFailedError(f"{method} {route}: the server answered {error.code}: {text}")
-
-    def vllm_version(self) -> str:
+    def engine_version(self) -> str:
         return str(self._ask("GET", "/version")["version"])
 
     def init(self, info: Mapping[str, Any]) -> None:

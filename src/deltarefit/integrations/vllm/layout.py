@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deltarefit.errors import RejectedError
+from deltarefit.integrations.exchange.operations import named_state
 from deltarefit.integrations.vllm.unpacked import KEEP_PREPACK
 
 __all__ = ["LoadWatch", "check_layout", "named_state"]
@@ -23,12 +24,6 @@ _BLOCK = 2**22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RECORDS: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _SHOWN = 5
-
-
-def named_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer with all its names; tensors that share storage appear under each."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

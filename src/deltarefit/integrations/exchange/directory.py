@@ -1,6 +1,6 @@
 """A directory on the node through which the driver hands bytes to ranks and ranks hand results back.
 
-vLLM's weight-transfer calls carry small JSON and return nothing, so payloads go by file (written once, mapped by every rank)
+Engines' weight-update calls carry small texts and return little, so payloads go by file (written once, mapped by every rank)
 and each rank answers with a file of its own, renamed into place when complete. Names are made here from numbers, never taken
 from a message, so nothing outside the directory can be read or written.
 """
@@ -48,7 +48,7 @@ def create_directory(parent: Path | None = None) -> Path:
     """
     if parent is None and _has_room(_SHARED_MEMORY):
         parent = _SHARED_MEMORY
-    return Path(tempfile.mkdtemp(prefix="deltarefit-vllm-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix="deltarefit-engine-", dir=parent))
 
 
 def _has_room(directory: Path) -> bool:

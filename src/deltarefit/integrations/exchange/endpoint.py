@@ -1,4 +1,4 @@
-"""One rank's end of the exchange: it does what the driver in charge asks, and answers by file. Free of vLLM."""
+"""One rank's end of the exchange: it does what the driver in charge asks, and answers by file. Free of any engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.vllm.exchange import Exchange
-from deltarefit.integrations.vllm.operations import RankOperations
+from deltarefit.integrations.exchange.directory import Exchange
+from deltarefit.integrations.exchange.operations import RankOperations
 from deltarefit.runtime.messages import Failure
 
 __all__ = ["RankEndpoint", "read_key"]
@@ -21,8 +21,8 @@ _MAX_KEY_NBYTES = 4096
 class RankEndpoint:
     """Answers one driver at a time.
 
-    Failures do not leave as exceptions, for vLLM would end the update session and show the driver a text at best: they travel
-    in the reply, with their kind, and the driver raises them again.
+    Failures do not leave as exceptions, for an engine would end the update session and show the driver a text at best: they
+    travel in the reply, with their kind, and the driver raises them again.
     """
 
     def __init__(self, rank: int, world_size: int, make_operations: Callable[[bytes | None], RankOperations]) -> None:

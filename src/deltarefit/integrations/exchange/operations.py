@@ -1,9 +1,9 @@
-"""What a rank can be asked to do, free of vLLM: one operation at a time on one rank's model."""
+"""What a rank can be asked to do, free of any engine: one operation at a time on one rank's model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,12 +11,11 @@ import msgspec
 from deltarefit.bits import dtype_name, logical_words
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.vllm.layout import named_state
 from deltarefit.payload import Limits, decode
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver
 
-__all__ = ["RESULTS", "RankOperations", "RawTensor"]
+__all__ = ["RESULTS", "RankOperations", "RawTensor", "named_state"]
 
 
 class RawTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +42,12 @@ RESULTS: Mapping[str, Any] = {
 """Operation to the type of its result."""
 
 
+def named_state(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every parameter and buffer with all its names; tensors that share storage appear under each."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 class RankOperations:
     """Carries out operations on one rank's receiver. ``check`` refuses models that cannot be refitted in place."""
 
@@ -54,8 +59,11 @@ class RankOperations:
         check: Callable[[Any], None],
         key: bytes | None = None,
         limits: Limits | None = None,
+        state: Callable[[Any], Iterable[tuple[str, Any]]] = named_state,
     ) -> None:
+        """``state``: the tensors of the model that ``raw_state`` shows."""
         self._model = model
+        self._state = state
         self._receiver = receiver
         self._check = check
         self._key = key
@@ -102,7 +110,7 @@ class RankOperations:
         return written
 
     def _raw_state(self) -> dict[str, RawTensor]:
-        return {name: _raw(tensor) for name, tensor in named_state(self._model)}
+        return {name: _raw(tensor) for name, tensor in self._state(self._model)}
 
 
 def _raw(tensor: Any) -> RawTensor:
