@@ -117,6 +117,16 @@ def test_every_kind_of_write_is_classified_and_none_is_made(rule, kind, has_sour
         np.testing.assert_array_equal(logical_words(tensor), bits)
 
 
+def test_operations_in_place_on_exactly_what_was_copied_are_told_apart():
+    def rule(m, w):
+        m.w.data.copy_(w).add_(1)
+        m.w.data[0].copy_(w[0])
+        m.w.data[1:].mul_(2)
+
+    run = watch(rule)
+    assert [w.kind for w in run.writes] == [WriteKind.COPY, WriteKind.UPDATE, WriteKind.COPY, WriteKind.OTHER]
+
+
 def test_a_broadcast_source_has_stride_0():
     run = watch(lambda m, w: m.w.data.copy_(w[0]))
     assert run.writes[0].source.view == StridedView(0, (3, 4), (0, 1))

@@ -8,7 +8,7 @@ here, and is found by comparing storage digests instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,6 +36,8 @@ class WriteKind(Enum):
     """``aten.copy_``, or a fill with a tensor's one value."""
     FILL = "fill"
     """A constant."""
+    UPDATE = "update"
+    """Any other operation that writes a view which this load had copied into before: it computes on what it was given."""
     OTHER = "other"
     """Any other operation that writes; unsupported (checklist D26)."""
 
@@ -141,12 +143,26 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self.copy(args[0], args[1], str(func))
         elif func in _FILLS:
             self.fill(args[0], args[1] if len(args) > 1 else 0, str(func))
+        elif len(targets) == 1 and self._was_copied(update := self.describe(WriteKind.UPDATE, str(func), targets[0], None)):
+            self.writes.append(update)
+            self.update(update, lambda: func(*self._redirected(args), **self._redirected(kwargs)))
         else:
             for target in targets:
                 if self._find(target) is not None:
                     write = self.describe(WriteKind.OTHER, str(func), target, None)
                     self.writes.append(write)
                     self.other(write)
+
+    def _was_copied(self, update: Write) -> bool:
+        """Whether this load copied into exactly this view before."""
+        return update.kind is WriteKind.UPDATE and any(
+            write.key == update.key and write.kind is WriteKind.COPY for write in self.writes
+        )
+
+    def update(self, write: Write, make: Callable[[], object]) -> None:
+        """An operation in place on what was copied before; ``make`` carries it out, on the shadow if there is one."""
+        if self._shadowed(write) is not None:
+            make()
 
     def other(self, write: Write) -> None:
         """Any other write into model storage; it is never made."""

@@ -5,6 +5,7 @@ Each policy is one column of the paper's Table A.2. They run under the hook of `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,19 @@ class CopyInterceptor(LoadWatch):  # type: ignore[no-untyped-call]  # torch leav
         except LoaderContractError as error:
             self.violation = error
             raise
+
+    def update(self, write: Write, make: Callable[[], object]) -> None:
+        is_known = self._expected is None or write.key in self._expected
+        if self._shadow is not None and self._shadowed(write) is None:
+            is_known = False
+        if not is_known:
+            raise self._refused(f"{write.operation} writes {write.storage.key}; prewarm did not see it")
+        if not isinstance(self._policy, DenseCopy):
+            self.violation = LoaderContractError(
+                f"{write.operation} computes in place in {write.storage.key}, with elements that have no entry too"
+            )
+            raise self.violation
+        make()
 
     def other(self, write: Write) -> None:
         raise self._refused(f"{write.operation} writes {write.storage.key}; prewarm did not see it")

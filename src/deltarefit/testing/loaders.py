@@ -305,6 +305,23 @@ def _index_put(model: Any, w: torch.Tensor) -> None:
     model.w.data.index_put_((torch.arange(4),), w)
 
 
+def _one_more() -> ToyCase:
+    """Norms that compute with ``1 + weight`` and keep that sum ready: copied, then added to in place."""
+
+    def rule(model: Any, w: torch.Tensor) -> None:
+        model.w.data.copy_(w)
+        model.more.data.copy_(model.w.data).add_(1.0)
+
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {"w": (BF16, (6, 4))}
+    return ToyCase(specs, lambda: ToyModel({"w": _MATRIX, "more": _MATRIX}, {"w": rule}), routes={"w": "scratch"})
+
+
+def _added_twice(model: Any, w: torch.Tensor) -> None:
+    """Copies into one view, then adds to a wider one: what is there besides counts too."""
+    model.w.data[:3].copy_(w[:3])
+    model.w.data.add_(w)
+
+
 def _row_normalise(w: torch.Tensor) -> torch.Tensor:
     wide = w.float()
     return wide / wide.nan_to_num().abs().clamp(max=1e3).sum(1, keepdim=True).add(1)
@@ -441,6 +458,8 @@ LOADERS: Mapping[str, Callable[[], ToyCase]] = {
     "parameter rebound": lambda: _single(_MATRIX, _MATRIX, _rebind_parameter, refused="moves or replaces"),
     "index_put": lambda: _single((BF16, (4, 3)), (BF16, (4, 3)), _index_put, refused="index_put_"),
     "adds to what is there": lambda: _single(_MATRIX, _MATRIX, lambda m, w: void(m.w.data.add_(w)), refused="add_"),
+    "one more than the weight, in place": _one_more,
+    "adds to more than it copied": lambda: _single(_MATRIX, _MATRIX, _added_twice, refused="add_"),
     "copies a sum with what is there": lambda: _single(
         _MATRIX, _MATRIX, lambda m, w: void(m.w.data.copy_(m.w.data + w)), refused="held before"
     ),
