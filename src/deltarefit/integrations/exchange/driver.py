@@ -141,8 +141,8 @@ class ExchangeDriver:
         if not done:
             raise OperatorRequiredError(
                 f"{self.engine} did not drop its prefix cache: blocks are still held. The request gate stays closed; "
-                f"{self.if_caches_stay}: its receiver then opens the gate by itself; or restart the engine, and run 'deltarefit receiver "
-                "restore'"
+                f"{self.if_caches_stay}: its receiver then opens the gate by itself; or restart the engine, and run "
+                "'deltarefit receiver restore'"
             )
 
     def publish(self, policy_version: int) -> None:
