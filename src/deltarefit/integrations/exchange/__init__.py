@@ -8,6 +8,17 @@ Knows no engine.
 from deltarefit.integrations.exchange.calls import EngineCalls, JsonServer
 from deltarefit.integrations.exchange.driver import ExchangeDriver
 from deltarefit.integrations.exchange.endpoint import RankEndpoint
+from deltarefit.integrations.exchange.layout import LoadWatch, changed_after_load
 from deltarefit.integrations.exchange.operations import RankOperations, RawTensor, named_state
 
-__all__ = ["EngineCalls", "ExchangeDriver", "JsonServer", "RankEndpoint", "RankOperations", "RawTensor", "named_state"]
+__all__ = [
+    "EngineCalls",
+    "ExchangeDriver",
+    "JsonServer",
+    "LoadWatch",
+    "RankEndpoint",
+    "RankOperations",
+    "RawTensor",
+    "changed_after_load",
+    "named_state",
+]

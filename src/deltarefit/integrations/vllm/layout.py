@@ -1,83 +1,17 @@
-"""What vLLM did to weights after its loader wrote them, so that nothing is refitted in place that no longer is in load format.
-
-Placement is learnt by watching the loader write. That is right only for storage whose layout the post-load step left alone:
-packed, swapped, padded or emptied weights have the same names, and sometimes the same shapes, but other homes for each
-element. They are found here by comparing every parameter and buffer before and after that step, bit for bit and in place.
-"""
+"""Refuses vLLM models of which weights no longer lie where vLLM's loader wrote them."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.exchange.operations import named_state
+from deltarefit.integrations.exchange.layout import LoadWatch, changed_after_load
 from deltarefit.integrations.vllm.unpacked import KEEP_PREPACK
 
-__all__ = ["LoadWatch", "check_layout", "named_state"]
+__all__ = ["LoadWatch", "check_layout"]
 
-_ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, made odd, as a signed number: spreads positions over all 64 bits
-_BLOCK = 2**22
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_RECORDS: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _SHOWN = 5
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    """A sum over elements of (position, bits), in which no permutation of elements goes unseen for practical purposes."""
-    if tensor.is_meta:
-        return 0
-    plain = tensor.detach().contiguous().reshape(-1)
-    words = plain.view(_INTEGERS.get(plain.element_size(), torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _BLOCK):
-        block = words[start : start + _BLOCK].to(torch.int64)
-        position = torch.arange(start + 1, start + 1 + block.numel(), dtype=torch.int64, device=words.device)
-        total += ((block + 1) * ((position * _ODD) | 1)).sum()
-    return int(total)
-
-
-_Look = tuple[tuple[int, ...], torch.dtype, int]
-
-
-def _looks(model: Any) -> tuple[dict[str, _Look], set[int]]:
-    state = list(named_state(model))
-    looks = {name: (tuple(tensor.shape), tensor.dtype, _fingerprint(tensor)) for name, tensor in state}
-    return looks, {tensor.untyped_storage().data_ptr() for _, tensor in state}
-
-
-class LoadWatch:
-    """Remembers a model as its loader left it; ``finish`` records what changed since."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._before, self._storages = _looks(model)
-
-    def finish(self) -> None:
-        """Record which parameters and buffers the post-load step changed, for ``check_layout``."""
-        after, _ = _looks(self._model)
-        changes = [change for name in self._before if (change := _change(name, self._before[name], after.get(name)))]
-        changes += [
-            f"{name}: was derived from other weights after loading; it would keep its old values"
-            for name, tensor in named_state(self._model)
-            if name not in self._before and tensor.numel() and tensor.untyped_storage().data_ptr() not in self._storages
-        ]
-        _RECORDS[self._model] = tuple(changes)
-
-
-def _change(name: str, before: _Look, after: _Look | None) -> str | None:
-    if after == before:
-        return None
-    if after is None:
-        return f"{name}: was removed after loading; its values live on in a packed copy"
-    if not torch.Size(after[0]).numel():
-        return f"{name}: was emptied after loading; its values live on in a packed copy"
-    if after[:2] != before[:2]:
-        return f"{name}: was {before[1]}{list(before[0])} when loaded, is {after[1]}{list(after[0])} now"
-    return f"{name}: its bits were rearranged or recomputed after loading (packed, swapped or requantised)"
 
 
 def _packed_copies(modules: Mapping[str, Any]) -> Iterator[str]:
@@ -95,13 +29,14 @@ def check_layout(model: Any) -> None:
     Raises:
         RejectedError: nobody watched its loading, or weights are packed; the text names parameters and what to do.
     """
-    if model not in _RECORDS:
+    changed = changed_after_load(model)
+    if changed is None:
         raise RejectedError(
             "vLLM loaded this model by a way that deltarefit did not see, so its weights may be packed: expected a loader "
             "derived from BaseModelLoader, in a process that ran "
             "the vllm.general_plugins entry point 'deltarefit' (see VLLM_PLUGINS)"
         )
-    found = list(dict.fromkeys([*_RECORDS[model], *_packed_copies(dict(model.named_modules()))]))
+    found = list(dict.fromkeys([*changed, *_packed_copies(dict(model.named_modules()))]))
     if found:
         more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         listed = "\n  ".join(found[:_SHOWN])
