@@ -19,7 +19,7 @@ from deltarefit.runtime.feeds import Brought, Look, ManifestFeed, Offer
 from deltarefit.runtime.intake import Intake
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.sizing import source_settings
-from deltarefit.runtime.staging import Staging
+from deltarefit.runtime.staging import Decoded, Staging
 from deltarefit.transport import ManifestWriter, MemoryTransport, PayloadEntry, keys, open_run
 
 CLOCK = SystemClock()
@@ -169,13 +169,14 @@ def test_threads_end_when_it_is_closed(intake_of):
 
 
 def test_staged_bytes_come_back_from_memory_and_disk(tmp_path):
-    staging = Staging(lambda _, data: data[::-1], num_threads=2, directory=str(tmp_path))
+    staging = Staging(lambda _, data: Decoded(data[::-1], 2 * len(data)), num_threads=2, directory=str(tmp_path))
     staging.keep(name(0), b"abc")
     staging.spill(name(1), b"defg")
     assert len(list(tmp_path.glob("*/*"))) == 1
     for number in range(2):
         staging.begin_decoding(name(number))
     wait_until(lambda: staging.is_decoded(name(0)) and staging.is_decoded(name(1)))
+    assert (staging.num_decoding, staging.num_undecoded, staging.decoded_nbytes) == (2, 0, 14)
     assert staging.take(name(1)) == (b"gfed", 4)
     assert staging.take(name(0)) == (b"cba", 3)
     staging.close()
@@ -189,6 +190,9 @@ def test_what_decoding_raises_is_raised_when_it_is_taken(tmp_path):
     staging = Staging(decode, num_threads=1)
     staging.keep(name(0), b"x")
     staging.begin_decoding(name(0))
+    wait_until(lambda: not staging.num_undecoded)
+    with pytest.raises(PayloadInvalidError, match="digest"):
+        _ = staging.decoded_nbytes
     with pytest.raises(PayloadInvalidError, match="digest"):
         staging.take(name(0))
     staging.close()
@@ -196,7 +200,7 @@ def test_what_decoding_raises_is_raised_when_it_is_taken(tmp_path):
 
 
 def test_a_disk_that_takes_nothing_names_the_remedy(tmp_path):
-    staging = Staging(lambda _, data: data, num_threads=1, directory=str(tmp_path / "absent"))
+    staging = Staging(lambda _, data: Decoded(data, 0), num_threads=1, directory=str(tmp_path / "absent"))
     with pytest.raises(AttemptFailedError, match=r"5 bytes cannot be staged on disk in .*spill_directory"):
         staging.spill(name(0), b"12345")
     staging.close()

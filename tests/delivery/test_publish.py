@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import deltarefit
 from deltarefit.errors import DeadlineError
 from deltarefit.runtime.clock import Deadline, SystemClock
 from deltarefit.runtime.events import StageEvent
+from deltarefit.runtime.messages import DropCaches
 from deltarefit.testing.collective import run_ranks
 from deltarefit.testing.faults import CorruptingSender, DroppingSender, FaultPlan, HoldingSender
 
@@ -60,7 +62,9 @@ def test_engine_serves_the_old_version_until_everything_has_arrived(held):
     with pair.receivers[0].serving(1.0):  # the gate is open
         assert raw(pair.models[0]) == before
         assert pair.receivers[0].policy_version == 0
-    assert not {"decode", "apply"} & {stage.stage for stage in stages}  # staged as it came (checklist P121, P196)
+    decoded = [stage.payload for stage in stages if stage.stage == "decode"]
+    assert len(decoded) == 2, "payloads are checked while the engine serves"
+    assert "apply" not in {stage.stage for stage in stages}
     assert not handle.is_done
     assert handle.progress.payloads == 2
     with pytest.raises(DeadlineError, match=r"policy version 1 takes more than 0\.01 s"):
@@ -74,8 +78,21 @@ def test_engine_serves_the_old_version_until_everything_has_arrived(held):
     assert [stage.payload for stage in applied] == sorted(stage.payload for stage in applied)
     pause = next(stage for stage in stages if stage.stage == "pause")
     assert pause.t0_s <= applied[0].t0_s
-    assert pause.t0_s >= max(stage.t1_s for stage in stages if stage.stage == "fetch")
+    assert pause.t0_s >= max(stage.t1_s for stage in stages if stage.stage in ("fetch", "decode"))
     assert report.pause_s == pytest.approx(pause.t1_s - pause.t0_s)
+
+
+def test_without_memory_for_it_nothing_is_decoded_while_the_engine_serves(held):
+    """As the paper has it (checklist P121, P196): compressed payloads wait, and are decoded once the gate is closed."""
+    pair, publisher, sender, stages = held
+    (receiver,) = pair.receivers
+    receiver._application._limits = replace(receiver._application._limits, decoded_nbytes=0)
+    handle = publisher.publish()
+    sender.release()
+    handle.wait(20)
+    pair.assert_equal()
+    pause = next(stage for stage in stages if stage.stage == "pause")
+    assert min(stage.t0_s for stage in stages if stage.stage == "decode") >= pause.t0_s
 
 
 def test_a_request_that_runs_when_everything_is_here_ends_under_the_old_version(held):
@@ -134,6 +151,45 @@ def test_a_parameter_that_changed_before_the_end_is_found_and_named(held, write)
     with pytest.raises(deltarefit.OperatorRequiredError, match=r"first.*changed after this transition first read it"):
         handle.wait(30)
     assert raw(pair.models[0]) == sent
+
+
+def test_gates_reopen_before_owners_copy_and_the_copy_is_still_held_to_what_was_sent(held):
+    """The baseline is copied outside the pause; a write in between is found, and receivers serve what the record names."""
+    pair, publisher, sender, stages = held
+    sent = dense_reload(pair.policy)
+    caller = publisher._session.caller
+    post = caller.post
+
+    def post_then_write(asked, body, timeout_s):
+        pending = post(asked, body, timeout_s)
+        if isinstance(body, DropCaches):
+            wait_until(lambda: "pause" in {stage.stage for stage in stages})
+            with torch.no_grad():
+                pair.policy.first[0, 0] += 1
+        return pending
+
+    caller.post = post_then_write
+    handle = publisher.publish()
+    sender.release()
+    with pytest.raises(deltarefit.OperatorRequiredError, match=r"first.*changed after this transition first read it"):
+        handle.wait(20)
+    with pair.receivers[0].serving(1.0):
+        assert raw(pair.models[0]) == sent
+        assert pair.receivers[0].policy_version == 1
+
+
+def test_the_baseline_is_copied_before_the_handle_is_done(held):
+    _, publisher, sender, _ = held
+    copied = []
+    publisher.subscribe(lambda stage: copied.append(stage) if stage.stage == "baseline" else None)
+    handle = publisher.publish()
+    sender.release()
+    report = handle.wait(20)
+    (copy,) = copied
+    assert report.stage_s["baseline"] == pytest.approx(copy.t1_s - copy.t0_s), "its time is the refit's, not the pause's"
+    assert publisher._owners._worker.committed_digests() == {
+        name: digest.hex() for name, digest in publisher._source.owner.recount().items()
+    }, "the baseline's words are those of the committed digests"
 
 
 def test_one_call_at_a_time(held):

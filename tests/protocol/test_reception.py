@@ -312,15 +312,20 @@ def test_staging_without_spilling_fails_the_attempt_and_names_the_need() -> None
     assert receiver.phase is Phase.FAILED
 
 
-def test_asynchronous_delivery_decodes_nothing_before_open_apply_and_no_more_than_there_are_slots() -> None:
+@pytest.mark.parametrize("decodes_while_serving", [False, True])
+def test_asynchronous_delivery_takes_nothing_before_open_apply_and_decodes_no_more_than_there_are_slots(
+    decodes_while_serving: bool,
+) -> None:
     receiver = reception(request(delivery=ASYNC, owners=(OwnerId(0),)), queue_slots=2)
     for sequence in range(4):
         receiver.arrive(arrival(sequence))
-    assert receiver.next_to_decode() is None
+    decoded = [receiver.next_to_decode() for _ in range(3)] if decodes_while_serving else []
+    assert receiver.take() is None, "a payload was taken while the engine served"
     receiver.close_gate(A1)
     receiver.open_apply(A1)
-    assert receiver.take() is None, "a payload was taken before it was decoded"
-    decoded = [receiver.next_to_decode() for _ in range(3)]
+    if not decodes_while_serving:
+        assert receiver.take() is None, "a payload was taken before it was decoded"
+        decoded = [receiver.next_to_decode() for _ in range(3)]
     assert [p.sequence if p else None for p in decoded] == [0, 1, None]
     first = receiver.take()
     assert first is not None

@@ -125,9 +125,12 @@ def test_looks_grow_rarer_up_to_the_limit_and_end_at_the_timeout(store):
     sleep = clock.sleep
     clock.sleep = lambda seconds: (waits.append(seconds), sleep(seconds))
     reader = box(store, "me", clock=clock, settings=MailboxSettings(first_poll_s=1.0, max_poll_s=3.0))
-    assert reader.take(12.0) == []
-    assert waits == [1.0, 2.0, 3.0, 3.0, 3.0]
-    assert clock.monotonic_s() == 12.0
+    assert reader.take(60.0) == []
+    assert waits[:9] == [1.0] * 8 + [1.0]
+    assert waits[9] == pytest.approx(9 / 8), "a look is late by an eighth of the time waited at most"
+    assert max(waits) == 3.0
+    assert sorted(waits[:-1]) == waits[:-1]
+    assert clock.monotonic_s() == 60.0
 
 
 def test_message_without_the_runs_key_is_skipped(store, caplog):
@@ -176,3 +179,64 @@ def test_message_under_another_key_is_no_message(changed):
     assert _unseal("me", PARTS, SEALED, b"") == b"the message"
     with pytest.raises(PayloadInvalidError, match="it is a message from"):
         _unseal("me", PARTS._replace(**changed), SEALED, b"")
+
+
+# --- the message that can be named beforehand ------------------------------------------------------------------------------
+
+
+def test_next_message_of_the_latest_sender_is_had_without_a_listing(store):
+    sender, reader = box(store, "a"), box(store, "me")
+    assert reader.take_next() is None, "nobody wrote yet, so no key is known"
+    sender.post("me", b"0")
+    assert [mail.data for mail in reader.take(0.0)] == [b"0"]
+    store.listing = None
+    assert reader.take_next() is None
+    for number in (1, 2):
+        sender.post("me", b"%d" % number)
+    assert [reader.take_next().data, reader.take_next().data] == [b"1", b"2"]
+    assert reader.take_next() is None
+    del store.listing
+    assert reader.take(0.0) == [], "what was given out once is not given out again"
+
+
+def test_next_message_never_overtakes_and_listings_go_on_behind_it(store):
+    sender, reader = box(store, "a"), box(store, "me")
+    for number in range(4):
+        sender.post("me", b"%d" % number)
+    first = reader.take_next()
+    assert first is None
+    found = box(store, "me", settings=MailboxSettings(max_taken=2))
+    assert [mail.data for mail in found.take(0.0)] == [b"0", b"1"]
+    assert found.take_next().data == b"2"
+    box(store, "b").post("me", b"other")
+    assert sorted(mail.data for mail in found.take(0.0)) == [b"3", b"other"]
+    assert found.take_next() is None
+
+
+def test_next_message_after_a_failed_post_is_found_by_listing(store):
+    sender, reader = box(store, "a"), box(store, "me")
+    sender.post("me", b"0")
+    reader.take(0.0)
+    store.fail_put = lambda key: True
+    with pytest.raises(TransportError):
+        sender.post("me", b"lost")
+    del store.fail_put
+    sender.post("me", b"2")
+    assert reader.take_next() is None
+    assert [mail.data for mail in reader.take(0.0)] == [b"2"]
+    sender.post("me", b"3")
+    assert reader.take_next().data == b"3"
+
+
+def test_damaged_next_message_is_skipped_once_and_the_following_one_is_found(store, caplog):
+    sender, reader = box(store, "a"), box(store, "me")
+    sender.post("me", b"0")
+    reader.take(0.0)
+    sender.post("me", b"1")
+    damaged = next(info.key for info in store.listing(keys.mail_prefix("me")) if info.key not in reader._taken)
+    store.put(damaged, b"no message")
+    sender.post("me", b"2")
+    assert reader.take_next() is None
+    assert reader.take_next() is None
+    assert [mail.data for mail in reader.take(0.0)] == [b"2"]
+    assert caplog.text.count("not a message of this format") == 1

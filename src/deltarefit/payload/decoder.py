@@ -42,6 +42,11 @@ class Payload:
     digest: str
     """32 hex digits: what tells an identical duplicate from another payload under the same id (paper B.1)."""
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all planes, decompressed."""
+        return sum(plane.nbytes for item in self.items for plane in (*item.location_planes, *item.value_planes))
+
 
 @dataclass(frozen=True, slots=True)
 class _PlaneRow:

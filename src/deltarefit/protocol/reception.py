@@ -306,9 +306,10 @@ class Reception:
     def next_to_decode(self) -> PayloadId | None:
         """Asynchronous delivery: the next staged payload to decode, in the declared order; None if there is none or no room.
 
-        Each call that returns a payload takes a slot for it, and its staged bytes count as released.
+        Each call that returns a payload takes a slot for it, and its staged bytes count as released. Decoding writes nothing,
+        so it may begin while the engine serves; whether it does is the shell's choice.
         """
-        return None if self._phase is not Phase.APPLYING else self._bound()[2].next_to_decode()
+        return self._bound()[2].next_to_decode() if self._phase in (Phase.RECEIVING, Phase.APPLYING) else None
 
     def take(self) -> PayloadId | None:
         """The next payload to write, if it is here and writing is allowed. It counts as being written until ``applied``.

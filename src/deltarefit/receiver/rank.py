@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from deltarefit.errors import LoaderContractError, PayloadInvalidError, Rejected
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver.assembly import Prewarmed
+from deltarefit.receiver.assembly import DigestPlan, Prewarmed
 from deltarefit.receiver.guard import layout_of
 from deltarefit.receiver.prewarm import prewarm_model
 from deltarefit.receiver.report import PrewarmReport, RankDigest
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from deltarefit.payload import Payload
 
 __all__ = ["RankReceiver"]
+
+_DIGEST_THREADS = 8
 
 
 class RankReceiver:
@@ -165,7 +169,7 @@ class RankReceiver:
                 f"digests: storage of {', '.join(moved[:3])} was moved or replaced since prewarm, so nothing is known of what "
                 "is served; run prewarm again"
             )
-        result = {name: plan.digest() for name, plan in known.digest_plans.items()}
+        result = _digest_all(known)
         for name, copy in known.kept.items():
             shown = copy.digest(self._load_weights, known.storages)
             if shown is not None:
@@ -241,6 +245,15 @@ class RankReceiver:
             written += target.apply(item)
             verify_item(target, item, before)
         return written
+
+
+def _digest_all(known: Prewarmed) -> dict[str, RankDigest]:
+    """Several tensors at a time: one core alone reads more slowly than memory allows, and a request gate may be closed."""
+    num_threads = min(_DIGEST_THREADS, len(os.sched_getaffinity(0)))
+    if num_threads == 1 or any(storage.device.type != "cpu" for storage in known.storages.storages):
+        return {name: plan.digest() for name, plan in known.digest_plans.items()}
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="deltarefit-digest") as pool:
+        return dict(zip(known.digest_plans, pool.map(DigestPlan.digest, known.digest_plans.values()), strict=True))
 
 
 def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:

@@ -197,14 +197,14 @@ class Application:
         return self.reception.is_drained
 
     def has_arrived(self, body: messages.ConfirmArrival) -> bool:
-        """The arrival check: whether everything that the owners sent is here.
+        """The arrival check: whether everything that the owners sent is here, and what may be decoded by now is whole.
 
         Raises:
             AttemptFailedError: the attempt is not at hand, or failed here.
             PayloadMissingError: something that was sent does not show up.
         """
         self._note_ended(AttemptId(body.attempt), body.ended)
-        return not self.reception.missing(limit=1)
+        return not self.reception.missing(limit=1) and self._delivery is not None and self._delivery.is_checked
 
     def complete(self, attempt: AttemptId) -> None:
         """Everything is applied: bring devices in step; from here on the commit decides.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from deltarefit.errors import DeadlineError, RefitError, TransportError
 from deltarefit.ids import AttemptId, ReceiverId
@@ -34,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 _TAKE_S = 0.25  # how long one look into the mailbox may last before anything else is looked at again
 _WAKE_S = 0.05  # between looks of a thread that is to be woken
+_POSTS = 16  # at the same time: over a long link each takes a round trip
 
 Answer = Surveyed | Audited | Completed | Done | RefitError
 """What a receiver said, or why it did not."""
@@ -119,10 +121,19 @@ class Caller:
         what = type(next(iter(bodies.values()))).__name__ if bodies else "nothing"
         pending = PendingCall(name, what, by_receiver, Deadline(self._clock, timeout_s))
         self._pending[name] = pending
-        for receiver in sorted(by_receiver):
+
+        def post_one(receiver: ReceiverId) -> None:
             call = Call(name, self._epoch, by_receiver[receiver].membership.incarnation, bodies[receiver])
             pending.asked_s[receiver] = self._clock.monotonic_s()
             self._mailbox.post(receiver, encode_message(call))
+
+        if len(by_receiver) < 2:
+            for receiver in by_receiver:
+                post_one(receiver)
+            return pending
+        with ThreadPoolExecutor(min(_POSTS, len(by_receiver)), thread_name_prefix="deltarefit-post") as pool:
+            for posted in [pool.submit(post_one, receiver) for receiver in sorted(by_receiver)]:
+                posted.result()
         return pending
 
     def collect(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from deltarefit.errors import CommitConflictError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, ReceiverId, attempt_id
-from deltarefit.protocol import AttemptState, CommitOutcome, CommitRequest, commands, events
+from deltarefit.protocol import AttemptState, CommitOutcome, CommitRequest, Delivery, commands, events
 from deltarefit.protocol.record import CommitRecord
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Deadline
@@ -50,6 +50,8 @@ class Coordinator:
         self._is_committed = False
         self._concluded: set[ReceiverId] = set()
         """Receivers that dropped their caches and serve again."""
+        self._owed: CommitBaseline | None = None
+        """Owners proved that they hold what is committed, and have not copied it yet."""
         self._preparation = Preparation(session, f"{session.holder}-{session.ids.nonce()}")
 
     def execute(self, command: commands.Command) -> events.Event:
@@ -167,22 +169,20 @@ class Coordinator:
     # --- after a commit ---------------------------------------------------------------------------------------------
 
     def _update_baselines(self, record: CommitRecord) -> events.Event:
-        """Owners make their baseline what the record names. After a takeover there is nothing to do: theirs is a new one."""
+        """Owners make their baseline what the record names. After a takeover there is nothing to do: theirs is a new one.
+
+        In asynchronous delivery they prove that they hold it, and copy it while gates reopen, so that no request waits for the
+        copy. The training loop is kept from stepping until the transition ends, which is after the copy.
+        """
         session, bound = self._session, self._bound
         self._is_committed = True
         if self._alone:
             return events.BaselinesUpdated()
         attempt = bound.attempt if bound is not None else self._unfinished_name()
         session.activity.begin(f"{attempt}: owners take the candidate over as their baseline")
-        replies = session.owners.command(CommitBaseline(attempt, record))
-        if failed := [f"owner {reply.owner}: {reply.failure.text}" for reply in replies if reply.failure is not None]:
-            raise OperatorRequiredError(
-                f"{record} is committed, but owners did not take it over as their baseline: {'; '.join(failed[:3])}. Call "
-                "refit() again; if that does not help, make a new Publisher, here or in a restarted trainer: it starts from "
-                "the weights at hand and sends every element once"
-            )
-        self.outcome.t1_s = session.clock.monotonic_s()
-        self._note(replies)
+        copies = session.delivery is Delivery.SYNCHRONOUS
+        replies = self._command_baselines(CommitBaseline(attempt, record, copies))
+        self._owed = None if copies else CommitBaseline(attempt, record)
         session.committed = sum_digests(replies)
         session.policy_version = record.policy_version
         required = () if bound is None else bound.required.values()
@@ -190,6 +190,23 @@ class Coordinator:
         session.doubtful = dict.fromkeys(session.settled, frozenset())
         session.num_refits += 1
         return events.BaselinesUpdated()
+
+    def _command_baselines(self, command: CommitBaseline) -> list[OwnerReply]:
+        replies = self._session.owners.command(command)
+        if failed := [f"owner {reply.owner}: {reply.failure.text}" for reply in replies if reply.failure is not None]:
+            raise OperatorRequiredError(
+                f"{command.record} is committed, but owners did not take it over as their baseline: {'; '.join(failed[:3])}. "
+                "Call refit() again; if that does not help, make a new Publisher, here or in a restarted trainer: it starts "
+                "from the weights at hand and sends every element once"
+            )
+        self.outcome.t1_s = self._session.clock.monotonic_s()
+        self._note(replies)
+        return replies
+
+    def _copy_owed(self) -> None:
+        if self._owed is not None:
+            self._command_baselines(self._owed)
+            self._owed = None
 
     def _conclude(self, body: messages.CallBody, attempt: AttemptId) -> frozenset[ReceiverId]:
         """Tell every receiver of the attempt that has not reopened its gate yet; those that do not do it have to rejoin.
@@ -199,7 +216,11 @@ class Coordinator:
         session = self._session
         concerned = {name: member for name, member in self._concerned().items() if name not in self._concluded}
         with session.log.stage("finish", attempt):
-            answers = session.caller.ask(concerned.values(), body, session.settings.reply_timeout_s)
+            try:
+                telling = session.caller.post(concerned.values(), body, session.settings.reply_timeout_s)
+            finally:
+                self._copy_owed()
+            answers = session.caller.collect(telling)
         done = {receiver: answer for receiver, answer in answers.items() if isinstance(answer, messages.Done)}
         self._concluded |= set(done)
         for answer in done.values():

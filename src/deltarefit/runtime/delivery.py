@@ -20,7 +20,7 @@ from deltarefit.runtime.engine import DecodingEngine, EngineDriver
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.feeds import Brought, Feed
 from deltarefit.runtime.intake import Intake
-from deltarefit.runtime.staging import Staging
+from deltarefit.runtime.staging import Decoded, Staging
 
 __all__ = ["AttemptDelivery", "DeliveryLimits"]
 
@@ -35,6 +35,8 @@ class DeliveryLimits:
     decode_threads: int = 2
     decode_ahead: int = 8
     """Payloads decoded or being decoded and not applied: one of the paper's groups (App. C)."""
+    decoded_nbytes: int = 1 << 30
+    """Asynchronous delivery: most bytes that decoded payloads hold while the engine serves, beside one payload per thread."""
     spill_directory: str = ""
 
 
@@ -105,6 +107,11 @@ class AttemptDelivery:
         """Of so many payloads per owner, those that no look has shown, and for how many seconds nothing new was seen."""
         return self._intake.unseen(self.attempt, expected)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether what may be decoded by now is, and so proved to be whole. Raises what decoding raised."""
+        return self._decoder is None or not self._staging.num_undecoded
+
     def close(self, *, wait_s: float = 0.0) -> None:
         """Take in nothing more and drop what is held. May be called again."""
         self._intake.close(wait_s=wait_s)
@@ -148,21 +155,33 @@ class AttemptDelivery:
     # --- decoding ---------------------------------------------------------------------------------------------------
 
     def _decode_ahead(self) -> None:
-        """Keep the decoders busy, so far ahead as is allowed. What is wanted next is always let in."""
+        """Keep the decoders busy, so far ahead as is allowed. What is wanted next is always let in.
+
+        In asynchronous delivery they work while the engine serves, as far as memory is given for it: what is decoded before the
+        gate closes is not decoded after it, and a payload that is damaged fails the attempt while nothing has been stopped.
+        """
         wanted = self._reception.next_payload()
         while self._queued and (self._staging.num_decoding < self._limits.decode_ahead or self._queued[0] == wanted):
             self._staging.begin_decoding(self._queued.pop(0))
-        while self._staging.num_decoding < self._limits.decode_ahead:
+        while self._may_decode_staged():
             name = self._reception.next_to_decode()
             if name is None:
                 return
             self._staging.begin_decoding(name)
 
-    def _decode(self, name: PayloadId, data: bytes) -> object:
+    def _may_decode_staged(self) -> bool:
+        if self._reception.phase is Phase.APPLYING:
+            return self._staging.num_decoding < self._limits.decode_ahead
+        if self._decoder is None or self._staging.num_undecoded >= self._limits.decode_threads:
+            return False
+        return self._staging.decoded_nbytes < self._limits.decoded_nbytes
+
+    def _decode(self, name: PayloadId, data: bytes) -> Decoded:
         if self._decoder is None:
-            return data
+            return Decoded(data, len(data))
         with self._log.stage("decode", name.attempt, nbytes=len(data), payload=str(name)):
-            return self._decoder.decode(data)
+            found = self._decoder.decode(data)
+        return Decoded(found, found.held_nbytes)
 
     # --- application ------------------------------------------------------------------------------------------------
 

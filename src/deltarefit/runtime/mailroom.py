@@ -2,13 +2,19 @@
 
 Over a long link a look takes a round trip, and so does removing a message. Here both happen beside the receiver's one thread,
 which is woken when something came. Without a running thread it is the mailbox itself.
+
+During an attempt the coordinator's next message is asked for by its name, which takes one round trip where a listing and a read
+take two; listings go on at the idle pace, for messages that cannot be named beforehand. Messages that are done with are removed
+by a second thread, so that no look waits behind a removal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltarefit.errors import RefitError
 from deltarefit.runtime.clock import Clock, Pace
@@ -35,6 +41,7 @@ class MailRoom:
         self._came: deque[Mail] = deque()
         self._done: list[str] = []
         """Keys of messages to remove."""
+        self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-unmail-{mailbox.me}")
         self._failure: RefitError | None = None
         self._wake = threading.Event()
         self._is_closing = False
@@ -62,8 +69,11 @@ class MailRoom:
         return came
 
     def post(self, to: str, data: bytes) -> None:
-        """As ``Mailbox.post``."""
+        """As ``Mailbox.post``. What is answered leads to the next message soon, so the thread looks more often again."""
         self._mailbox.post(to, data)
+        if self._thread is not None:
+            self._busy.reset()
+            self._wake.set()
 
     def acknowledge(self, *taken: str) -> None:
         """As ``Mailbox.acknowledge``; while the thread runs, it happens soon."""
@@ -72,21 +82,30 @@ class MailRoom:
             return
         with self._lock:
             self._done.extend(taken)
-        self._wake.set()
+        self._begin_removal()
 
     def close(self) -> None:
-        """Stop looking, after removing what was acknowledged."""
+        """Stop looking, after removing what was acknowledged. May be called again."""
         self._is_closing = True
         self._wake.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_END_S)
+        removal = self._begin_removal()
+        self._remover.shutdown(wait=False)
+        if removal is not None:
+            with contextlib.suppress(TimeoutError):
+                removal.result(_END_S)
+
+    def _begin_removal(self) -> Future[None] | None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: what is left there is swept later
+            return self._remover.submit(self._remove)
+        return None
 
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                self._remove()
-                found = self._mailbox.take(0.0)
+                found = self._look()
             except RefitError as error:
                 with self._lock:
                     self._failure = error
@@ -95,32 +114,36 @@ class MailRoom:
                 _LOG.exception("mailbox of %s: unexpected failure, goes on", self._mailbox.me)
                 found = []
             if found:
-                self._idle.reset()
                 self._busy.reset()
+                if not self.is_busy:
+                    self._idle.reset()
                 with self._lock:
                     self._came.extend(found)
             if found or self._failure is not None:
                 self._news.set()
             pace = self._busy if self.is_busy else self._idle
-            if not pace.is_due:
+            if not found and not pace.is_due:
                 self._wake.wait(pace.remaining_s)
                 self._wake.clear()
-        self._remove_quietly()
+
+    def _look(self) -> list[Mail]:
+        if self.is_busy:
+            following = self._mailbox.take_next()
+            if following is not None:
+                return [following]
+            if not self._idle.is_due:
+                return []
+        return self._mailbox.take(0.0)
 
     def _remove(self) -> None:
+        """On the second thread. What cannot be removed now is tried again with what follows, and at the end."""
         with self._lock:
             done, self._done = self._done, []
         if not done:
             return
         try:
             self._mailbox.acknowledge(*done)
-        except RefitError:
-            with self._lock:
-                self._done = [*done, *self._done]
-            raise
-
-    def _remove_quietly(self) -> None:
-        try:
-            self._remove()
         except RefitError as error:
             _LOG.info("messages of %s stay in the store for now: %s", self._mailbox.me, error)
+            with self._lock:
+                self._done = [*done, *self._done]

@@ -167,7 +167,7 @@ class DropCaches(_Message, frozen=True, forbid_unknown_fields=True):
     attempt: str
     record: CommitRecord
     reopens: bool = False
-    """And serve again at once. Owners have the new baseline by then, so nothing else is waited for."""
+    """And serve again at once. Owners have the new baseline by then, or proved that they hold it, so nothing is waited for."""
 
 
 class ReopenGate(_Message, frozen=True, forbid_unknown_fields=True):

@@ -10,15 +10,10 @@ from deltarefit.errors import OperatorRequiredError, TransportError
 from deltarefit.runtime.clock import Clock
 from deltarefit.runtime.events import StageEvent
 from deltarefit.runtime.owner_worker import (
-    Build,
     Command,
-    CommitBaseline,
     End,
     OwnerReply,
     OwnerWorker,
-    ReleaseAttempt,
-    ShowBaseline,
-    StopSending,
 )
 from deltarefit.runtime.progress import Progress
 from deltarefit.runtime.trace_clock import TimeAxis
@@ -110,7 +105,7 @@ class OwnerGroup:
     @staticmethod
     def _decode(data: bytes) -> Command:
         try:
-            return msgspec.msgpack.decode(data, type=Build | StopSending | ReleaseAttempt | CommitBaseline | ShowBaseline | End)
+            return msgspec.msgpack.decode(data, type=Command)
         except msgspec.DecodeError as error:
             raise TransportError(f"command from rank 0: {error}") from error
 

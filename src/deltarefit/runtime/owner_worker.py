@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
 import msgspec
 
 from deltarefit import payload
 from deltarefit.canonical import TensorDigest
-from deltarefit.errors import AttemptFailedError, RejectedError
+from deltarefit.errors import AttemptFailedError
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PayloadId
 from deltarefit.plan import RefitPlan
 from deltarefit.protocol import BindOwner, CommitRecord, OwnerMachine
@@ -21,6 +19,7 @@ from deltarefit.records import Bucket
 from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.messages import Failure, OwnerMarker
+from deltarefit.runtime.pipeline import Pipeline
 from deltarefit.runtime.progress import Progress, ProgressBoard
 from deltarefit.runtime.senders import AttemptSender
 from deltarefit.runtime.trace_clock import ClockReading, boot_id
@@ -35,6 +34,7 @@ __all__ = [
     "End",
     "OwnerReply",
     "OwnerWorker",
+    "Recheck",
     "ReleaseAttempt",
     "ShowBaseline",
     "StopSending",
@@ -67,6 +67,12 @@ class Build(_Command, frozen=True, forbid_unknown_fields=True):
     """Payloads go to these, in this order at every owner; without any, to the store."""
 
 
+class Recheck(_Command, frozen=True, forbid_unknown_fields=True):
+    """Show that the candidate was still what had been compared when all of it was. Asked for before every commit."""
+
+    attempt: str
+
+
 class StopSending(_Command, frozen=True, forbid_unknown_fields=True):
     """Send nothing more of this attempt, and return when nothing is on its way."""
 
@@ -86,6 +92,8 @@ class CommitBaseline(_Command, frozen=True, forbid_unknown_fields=True):
 
     attempt: str
     record: CommitRecord
+    copies: bool = True
+    """Or only prove that the candidate is still what the record names: the same command, copying, comes before the end."""
 
 
 class ShowBaseline(_Command, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +107,7 @@ class End(_Command, frozen=True, forbid_unknown_fields=True):
     failure: Failure | None
 
 
-Command = Build | StopSending | ReleaseAttempt | CommitBaseline | ShowBaseline | End
+Command = Build | Recheck | StopSending | ReleaseAttempt | CommitBaseline | ShowBaseline | End
 
 
 class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,6 +164,8 @@ class OwnerWorker:
         self._count_writes = count_writes
         self._writes: object = None
         """How often the candidate had been written when it was last proved to be what was sent."""
+        self._proof: Future[None] | None = None
+        """Of the build under way, or the latest."""
         self._is_asynchronous = False
         self._board = ProgressBoard(store)
         self._halt_pace = Pace(clock, first_s=_HALT_S, most_s=_HALT_S)
@@ -189,7 +199,11 @@ class OwnerWorker:
         match command:
             case Build():
                 return self._build(command)
+            case Recheck():
+                if self._proof is not None:
+                    self._proof.result()
             case StopSending(attempt=attempt):
+                self._await_proof()
                 with self._lock:
                     self._machine.mark_obsolete(AttemptId(attempt))
                 self._sender.stop_and_wait(AttemptId(attempt))
@@ -209,9 +223,13 @@ class OwnerWorker:
         return _hex(self._owner.digests())
 
     def _commit(self, command: CommitBaseline) -> OwnerReply:
+        self._await_proof()
         if self._machine.must_update(command.record):
             if self._may_have_changed():
                 self._owner.doubt()
+            if not command.copies:
+                self._owner.prove()
+                return OwnerReply(int(self.owner), digests=_hex(self._owner.candidate_digests()))
             with self._events.stage("baseline", command.attempt):
                 self._owner.commit()
         self._machine.updated(command.record)
@@ -223,9 +241,31 @@ class OwnerWorker:
             return self._is_asynchronous
         return self._count_writes() != self._writes
 
+    # --- proof of the candidate -------------------------------------------------------------------------------------
+
+    def _begin_proof(self, attempt: AttemptId) -> Future[None]:
+        """Read the candidate once more, beside whatever else goes on: payloads are on their way meanwhile."""
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deltarefit-recheck")
+        proof = pool.submit(self._prove, attempt)
+        pool.shutdown(wait=False)
+        return proof
+
+    def _prove(self, attempt: AttemptId) -> None:
+        # Counted first: a write during or after the proof must make the commit prove it again.
+        self._writes = None if self._count_writes is None else self._count_writes()
+        with self._events.stage("recheck", attempt):
+            self._owner.verify()
+
+    def _await_proof(self) -> None:
+        """Return when no proof is under way, whatever came of it."""
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            proof.exception()
+
     # --- building ---------------------------------------------------------------------------------------------------
 
     def _build(self, command: Build) -> OwnerReply:
+        self._await_proof()
         if command.starts_transition:
             self._machine.abandoned()
             self._owner.forget_candidate()
@@ -237,14 +277,11 @@ class OwnerWorker:
         self._began_s = self._clock.monotonic_s()
         with (
             self._board.showing(attempt.attempt, self.progress),
-            _Pipeline(lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline,
+            Pipeline[tuple[int, Bucket]](lambda job: self._encode_and_send(attempt, manifest, *job), _IN_FLIGHT) as pipeline,
         ):
             for job in enumerate(self._scan(attempt)):
                 pipeline.submit(job)
-            # Counted first: a write during or after the proof must make the commit prove it again.
-            self._writes = None if self._count_writes is None else self._count_writes()
-            with self._events.stage("recheck", attempt.attempt):
-                self._owner.verify()
+            self._proof = self._begin_proof(attempt.attempt)
             pipeline.finish()
         if manifest is not None:
             manifest.end()
@@ -330,35 +367,6 @@ class OwnerWorker:
         if manifest is not None:
             manifest.add(entry)
         self._sent.append(entry)
-
-
-class _Pipeline:
-    """Runs jobs on one background thread, in order of submission, at most ``depth`` of them waiting."""
-
-    def __init__(self, work: Callable[[tuple[int, Bucket]], None], depth: int) -> None:
-        if depth < 1:
-            raise RejectedError(f"pipeline depth {depth}: expected at least 1")
-        self._work = work
-        self._depth = depth
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deltarefit-send")
-        self._running: deque[Future[None]] = deque()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def submit(self, job: tuple[int, Bucket]) -> None:
-        """Start a job, after waiting for room; raises what an earlier one raised."""
-        if len(self._running) >= self._depth:
-            self._running.popleft().result()
-        self._running.append(self._pool.submit(self._work, job))
-
-    def finish(self) -> None:
-        """Wait for all jobs; raises what one of them raised."""
-        while self._running:
-            self._running.popleft().result()
 
 
 def _hex(digests: dict[str, TensorDigest]) -> dict[str, str]:

@@ -48,6 +48,8 @@ class ReceiverDesk:
         """The one that was prewarmed for."""
         self.epoch = 0
         """Of the newest coordinator that was heard of; older ones are ignored."""
+        self.heard_s = float("-inf")
+        """When it last asked for something, on the log's clock."""
         self._name = name
         self._engine = engine
         self._prewarm_anew = prewarm_anew
@@ -79,7 +81,7 @@ class ReceiverDesk:
             self._mailbox.acknowledge(mail.key)
             self._restore()
             return
-        self._received_s[call.name] = self._log.now_s()
+        self._received_s[call.name] = self.heard_s = self._log.now_s()
         self._coordinator = mail.sender
         self._presence.note(activity=_activity(call.body))
         if isinstance(call.body, messages.Flush | messages.ConfirmArrival):

@@ -22,7 +22,7 @@ from deltarefit.runtime import messages
 from deltarefit.runtime.calls import Answer, PendingCall
 from deltarefit.runtime.clock import Pace
 from deltarefit.runtime.owner_group import OwnersLostError
-from deltarefit.runtime.owner_worker import Build, OwnerReply, sum_digests
+from deltarefit.runtime.owner_worker import Build, OwnerReply, Recheck, sum_digests
 from deltarefit.runtime.planning import check_digests
 from deltarefit.runtime.preparing import expect
 from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
@@ -64,8 +64,10 @@ class Schedule:
             else:
                 opening = self._open()
                 replies = self._build(opening)
+                flushing = self._post_flush(replies)
+                self._recheck()
                 self._await_open(opening)
-                acknowledged = self._flushed(self._post_flush(replies))
+                acknowledged = self._flushed(flushing)
         except (CommitConflictError, OwnersLostError):
             raise
         except RefitError as error:
@@ -103,11 +105,9 @@ class Schedule:
         session, bound = self._session, self._bound
         session.activity.begin(f"{bound.attempt}: payloads on their way to receivers that serve on")
         body = messages.ConfirmArrival(bound.attempt, self._markers(replies))
-        answers = session.caller.collect(
-            session.caller.post(bound.required.values(), body, session.settings.reply_timeout_s),
-            until_failure=True,
-            poll=self._watch.poll,
-        )
+        confirming = session.caller.post(bound.required.values(), body, session.settings.reply_timeout_s)
+        self._recheck()
+        answers = session.caller.collect(confirming, until_failure=True, poll=self._watch.poll)
         for receiver, answer in _failures_first(answers):
             expect(answer, messages.Done, receiver)
 
@@ -117,14 +117,10 @@ class Schedule:
         session.activity.begin(f"{bound.attempt}: owners compare and send")
         with _BuildGuard(session, bound, opening, self._watch) as guard:
             replies = session.owners.command(self._build_command())
-        for reply in replies:
-            self._outcome.events.extend(reply.events)
-            self._outcome.crossed_nbytes += reply.crossed_nbytes  # what is on its way is told with a later reply
+        self._note(replies)
         if guard.trouble is not None:
             raise guard.trouble
-        for reply in replies:
-            if reply.failure is not None:
-                raise reply.failure.error(f"owner {reply.owner}")
+        _raise_failure(replies)
         self._note_built(replies)
         return replies
 
@@ -142,6 +138,17 @@ class Schedule:
             is_asynchronous=self._session.delivery is Delivery.ASYNCHRONOUS,
             relays=bound.relays,
         )
+
+    def _recheck(self) -> None:
+        """Before any commit: the candidate is what was sent. Owners began to prove it when they had compared everything."""
+        replies = self._session.owners.command(Recheck(self._bound.attempt))
+        self._note(replies)
+        _raise_failure(replies)
+
+    def _note(self, replies: Iterable[OwnerReply]) -> None:
+        for reply in replies:
+            self._outcome.events.extend(reply.events)
+            self._outcome.crossed_nbytes += reply.crossed_nbytes  # what is on its way is told with a later reply
 
     def _note_built(self, replies: Iterable[OwnerReply]) -> None:
         outcome, listed = self._outcome, list(replies)
@@ -303,6 +310,12 @@ class _BuildGuard:
 
 class _BuiltError(Exception):
     """Ends the watch: the owners have built everything."""
+
+
+def _raise_failure(replies: Iterable[OwnerReply]) -> None:
+    for reply in replies:
+        if reply.failure is not None:
+            raise reply.failure.error(f"owner {reply.owner}")
 
 
 def _failures_first(answers: Mapping[ReceiverId, Answer]) -> list[tuple[ReceiverId, Answer]]:

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 MAIL_NBYTES = 64 * 2**20
 """Longest message: digests of 200,000 tensors with 60-byte names take about 20 MB."""
 _WATCH_S = 0.1
-_ANSWER_POLL_S = 0.05
+_ANSWER_POLL_S = 0.01, 0.05
 _MEMORY: dict[str, MemoryRecordStore] = {}
 """Of memory:// runs, by URL: all participants live in this process."""
 _MAX_ACTIVITY = 2000  # a beacon is a small object
@@ -260,5 +260,7 @@ class RunHold:
 def mail_settings(store: RunStore) -> MailboxSettings:
     """Looks come at least 20 times a second: a coordinator only looks while it waits for answers."""
     pace = MailboxSettings.for_store(store)
-    most_s = min(pace.max_poll_s, _ANSWER_POLL_S)
-    return MailboxSettings(max_nbytes=MAIL_NBYTES, first_poll_s=pace.first_poll_s, max_poll_s=most_s)
+    first_s, most_s = _ANSWER_POLL_S
+    return MailboxSettings(
+        max_nbytes=MAIL_NBYTES, first_poll_s=min(pace.first_poll_s, first_s), max_poll_s=min(pace.max_poll_s, most_s)
+    )

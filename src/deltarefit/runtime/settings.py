@@ -177,6 +177,9 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     """Threads that decompress and check payloads; 0 means one per core that this process may use, at most 4."""
     decode_ahead: int = 8
     """Payloads decoded ahead of their application (paper C: one group)."""
+    decoded_nbytes: int = 2**30
+    """Bytes of payloads that asynchronous delivery decodes while the engine serves, so that the pause is shorter and damage is
+    found before it; 0: none. Engines whose ranks decode for themselves have none either."""
     queue_slots: int = 264
     """Payloads accepted ahead of their application in synchronous delivery (paper C: 32 groups of 8, and 8)."""
     staging_nbytes: int = 8 * 2**30

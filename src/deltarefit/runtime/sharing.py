@@ -208,6 +208,7 @@ def delivery_limits(settings: ReceiverAgentSettings) -> DeliveryLimits:
         fetch_threads=settings.fetch_threads,
         decode_threads=settings.decode_threads or min(4, len(os.sched_getaffinity(0))),
         decode_ahead=settings.decode_ahead,
+        decoded_nbytes=settings.decoded_nbytes,
         spill_directory=settings.spill_directory,
     )
 

@@ -1,7 +1,7 @@
 """Payloads that are here and not applied yet: in memory, on local disk, or being decoded. Bytes only; others decide.
 
-In asynchronous delivery compressed payloads wait here while the engine serves, in memory up to a limit and then on disk
-(checklist D33). Decoding runs on several threads, a bounded number of payloads ahead.
+In asynchronous delivery payloads wait here while the engine serves: decoded up to a limit of bytes, then compressed in memory
+up to another, then on disk (checklist D33). Decoding runs on several threads, a bounded number of payloads ahead.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from deltarefit.errors import AttemptFailedError
 from deltarefit.ids import PayloadId
 
-__all__ = ["Staging"]
+__all__ = ["Decoded", "Staging"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A payload that is ready to be applied."""
+
+    value: object
+    nbytes: int
+    """What it holds in memory."""
 
 
 class Staging:
@@ -24,7 +34,7 @@ class Staging:
 
     def __init__(
         self,
-        decode: Callable[[PayloadId, bytes], object],
+        decode: Callable[[PayloadId, bytes], Decoded],
         *,
         num_threads: int,
         directory: str = "",
@@ -44,12 +54,22 @@ class Staging:
         self._directory = directory
         self._spilled: tempfile.TemporaryDirectory[str] | None = None
         self._kept: dict[PayloadId, bytes | Path] = {}
-        self._decoding: dict[PayloadId, Future[tuple[object, int]]] = {}
+        self._decoding: dict[PayloadId, Future[tuple[Decoded, int]]] = {}
 
     @property
     def num_decoding(self) -> int:
         """Payloads that are decoded, or being decoded, and not taken."""
         return len(self._decoding)
+
+    @property
+    def num_undecoded(self) -> int:
+        """Of these, payloads that are not decoded yet."""
+        return sum(not future.done() for future in self._decoding.values())
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes that decoded payloads hold. Raises what decoding one of them raised."""
+        return sum(future.result()[0].nbytes for future in self._decoding.values() if future.done())
 
     def keep(self, name: PayloadId, data: bytes) -> None:
         """Hold it in memory."""
@@ -86,7 +106,8 @@ class Staging:
 
     def take(self, name: PayloadId) -> tuple[object, int]:
         """The decoded payload, which is not held any more, and its length before. Raises what decoding raised."""
-        return self._decoding.pop(name).result()
+        decoded, nbytes = self._decoding.pop(name).result()
+        return decoded.value, nbytes
 
     def close(self) -> None:
         """Drop everything. Decoding that is under way ends by itself. May be called again."""
@@ -98,7 +119,7 @@ class Staging:
             with contextlib.suppress(OSError):
                 spilled.cleanup()
 
-    def _decode_kept(self, name: PayloadId, kept: bytes | Path) -> tuple[object, int]:
+    def _decode_kept(self, name: PayloadId, kept: bytes | Path) -> tuple[Decoded, int]:
         if isinstance(kept, bytes):
             return self._decode(name, kept), len(kept)
         try:

@@ -237,8 +237,12 @@ class Standing:
         self._presence.register_anew()
 
     def look_now_and_then(self) -> None:
-        """``look_at_run`` if it is time to."""
-        if self._look_pace.is_due:
+        """``look_at_run`` if it is time to.
+
+        Not while payloads are taken in for a coordinator that was heard within a lease: a look waits for the store.
+        """
+        is_led = self._clock.monotonic_s() - self._desk.heard_s < self._presence.lease.lease_s
+        if self._look_pace.is_due and not (is_led and self._application.is_receiving):
             self.look_at_run()
 
     def look_at_run(self) -> None:

@@ -137,6 +137,17 @@ class Owner:
         """Something may have written to the candidate since ``verify``: the commit proves it again."""
         self._direct.doubt()
 
+    def prove(self) -> None:
+        """Prove that ``commit`` would make the baseline what was sent. Raises what ``commit`` raises; copies nothing."""
+        if not self._has_candidate():
+            return
+        if not self._is_complete:
+            raise RejectedError("commit before the build ended: expected every bucket of an attempt to be taken first")
+        if self.settings.verify_candidate:
+            self._direct.verify()
+            if self._residual is not None:
+                self._residual.verify()
+
     def commit(self) -> None:
         """Make the candidate the baseline, in place. Absolute and safe to repeat, after an interruption too.
 
@@ -148,12 +159,7 @@ class Owner:
         """
         if not self._has_candidate():
             return
-        if not self._is_complete:
-            raise RejectedError("commit before the build ended: expected every bucket of an attempt to be taken first")
-        if self.settings.verify_candidate:
-            self._direct.verify()
-            if self._residual is not None:
-                self._residual.verify()
+        self.prove()
         self._direct.commit()
         if self._residual is not None:
             self._residual.commit()

@@ -11,6 +11,8 @@ import hashlib
 import hmac
 import logging
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +30,10 @@ _MAGIC = b"DRML\x01"
 _DIGEST_NBYTES = 16
 _OVERHEAD_NBYTES = 512
 """Magic, digest and the envelope's names (at most 64 bytes each) together stay far below this."""
+_READERS = 8
+"""Messages read at the same time: over a long link each read is a round trip."""
+_LATENESS = 8
+"""While waiting, a look comes after an eighth of the time waited so far, so no message is found much later than it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class MailboxSettings:
     max_taken: int = 256
     """Most messages that one ``take`` returns."""
     first_poll_s: float = 0.002
-    """Wait after an empty look; then twice as long each time. For a bucket choose 0.02 to 0.5: a look is a request."""
+    """Shortest pause between looks; the longer nothing came, the longer. For a bucket choose 0.01 to 0.5: a look costs."""
     max_poll_s: float = 0.05
 
     def __post_init__(self) -> None:
@@ -71,6 +77,10 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     sequence: int
     nonce: str
     data: bytes
+
+
+_Sealed = bytes | PayloadInvalidError | None
+"""What lies under a key: an object, one that is refused, or none."""
 
 
 class Mailbox:
@@ -109,9 +119,11 @@ class Mailbox:
         self._nonce = nonce
         self._key = key or b""
         self._settings = settings if settings is not None else MailboxSettings.for_store(store)
-        self._posting = threading.Lock()
+        self._posting: dict[str, threading.Lock] = {}
         self._next: dict[str, MailKey] = {}
         self._taking = threading.Lock()
+        self._latest: MailKey | None = None
+        """Of the message given out last, whoever sent it."""
         self._taken: set[str] = set()
         self._last: dict[str, MailKey] = {}  # per sender: the message given out last
         self._passed: dict[tuple[str, int, str], int] = {}  # per start of a sender: the last sequence given out
@@ -126,7 +138,8 @@ class Mailbox:
         """
         if len(data) > self._settings.max_nbytes:
             raise RejectedError(f"message to {to}: expected at most {self._settings.max_nbytes} bytes, got {len(data)}")
-        with self._posting:  # one at a time, so that a later message never shows before an earlier one
+        # One at a time for each recipient, so that a later message never shows before an earlier one.
+        with self._posting.setdefault(to, threading.Lock()):
             parts = self._next.get(to) or MailKey(self.me, self._boot(to), self._nonce, 0)
             # The number is used up even when the write fails: the lost reply may hide a message that lies there.
             self._next[to] = parts._replace(sequence=parts.sequence + 1)
@@ -137,16 +150,34 @@ class Mailbox:
 
         They stay in the store, and a restarted process gets them again, until ``acknowledge``.
         """
-        end_s = self._clock.monotonic_s() + timeout_s
-        poll_s = self._settings.first_poll_s
+        start_s = self._clock.monotonic_s()
+        end_s = start_s + timeout_s
         while True:
             if found := self._look():
                 return found
-            left_s = end_s - self._clock.monotonic_s()
-            if left_s <= 0:
+            now_s = self._clock.monotonic_s()
+            if now_s >= end_s:
                 return []
-            self._clock.sleep(min(poll_s, left_s))
-            poll_s = min(2 * poll_s, self._settings.max_poll_s)
+            poll_s = min(max(self._settings.first_poll_s, (now_s - start_s) / _LATENESS), self._settings.max_poll_s)
+            self._clock.sleep(min(poll_s, end_s - now_s))
+
+    def take_next(self) -> Mail | None:
+        """The message after the one given out last, from its sender, if it is there by now. Others are left for ``take``.
+
+        Its key is known beforehand, so this is one request, where ``take`` needs a listing first: half the round trips. A
+        message is missed whose sender began anew, or failed to leave the one in between.
+        """
+        with self._taking:
+            if self._latest is None:
+                return None
+            parts = self._latest._replace(sequence=self._latest.sequence + 1)
+            key = keys.mail(self.me, parts)
+            if key in self._foreign:
+                return None
+            mail = self._open(parts, key, self._read(key))
+            if mail is not None:
+                self._give(mail, parts)
+            return mail
 
     def acknowledge(self, *taken: str) -> None:
         """Remove messages by their keys, once what they asked for is done. May be repeated."""
@@ -162,22 +193,25 @@ class Mailbox:
     def _look(self) -> list[Mail]:
         with self._taking:
             found: list[Mail] = []
-            for parts, key in self._waiting():
-                try:
-                    mail = self._open(parts, key)
-                except TransportError as error:
+            rows = self._waiting()[: self._settings.max_taken]
+            for (parts, key), sealed in zip(rows, self._read_all([key for _, key in rows]), strict=True):
+                if isinstance(sealed, TransportError):
                     if not found:
-                        raise
-                    _LOG.warning("mailbox of %s: %s stays for the next look: %s", self.me, key, error)
+                        raise sealed
+                    _LOG.warning("mailbox of %s: %s stays for the next look: %s", self.me, key, sealed)
                     break
-                self._last[parts.sender] = parts
-                self._passed[parts[:3]] = parts.sequence
+                mail = self._open(parts, key, sealed)
+                self._give(mail, parts)
                 if mail is not None:
-                    self._taken.add(key)
                     found.append(mail)
-                if len(found) == self._settings.max_taken:
-                    break
             return found
+
+    def _give(self, mail: Mail | None, parts: MailKey) -> None:
+        """Note that a message is given out, or passed over."""
+        self._last[parts.sender] = self._latest = parts
+        self._passed[parts[:3]] = parts.sequence
+        if mail is not None:
+            self._taken.add(mail.key)
 
     def _waiting(self) -> list[tuple[MailKey, str]]:
         """New messages, the oldest of every sender first, so that a talkative one cannot starve the others."""
@@ -213,12 +247,32 @@ class Mailbox:
         expected = last._replace(sequence=last.sequence + 1) if last is not None else first._replace(boot=0, sequence=0)
         return all(parts == expected._replace(sequence=expected.sequence + step) for step, (parts, _) in enumerate(rows))
 
-    def _open(self, parts: MailKey, key: str) -> Mail | None:
+    def _read_all(self, wanted: Sequence[str]) -> list[_Sealed | TransportError]:
+        def read(key: str) -> _Sealed | TransportError:
+            try:
+                return self._read(key)
+            except TransportError as error:
+                return error
+
+        if len(wanted) < 2:
+            return [read(key) for key in wanted]
+        with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="deltarefit-mail") as pool:
+            return list(pool.map(read, wanted))
+
+    def _read(self, key: str) -> _Sealed:
+        """The object; None if there is none, as when another thread acknowledged it; the error if it is too long."""
         try:
-            sealed = self._store.get(key, max_nbytes=self._settings.max_nbytes + _OVERHEAD_NBYTES)
-            return Mail(parts.sender, _unseal(self.me, parts, sealed, self._key), key)
+            return self._store.get(key, max_nbytes=self._settings.max_nbytes + _OVERHEAD_NBYTES)
         except PayloadMissingError:
-            return None  # acknowledged by another thread since the listing
+            return None
+        except PayloadInvalidError as error:
+            return error
+
+    def _open(self, parts: MailKey, key: str, sealed: _Sealed) -> Mail | None:
+        try:
+            if isinstance(sealed, PayloadInvalidError):
+                raise sealed
+            return None if sealed is None else Mail(parts.sender, _unseal(self.me, parts, sealed, self._key), key)
         except PayloadInvalidError as error:
             self._skip(key, str(error))
             return None

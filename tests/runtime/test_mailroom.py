@@ -1,0 +1,87 @@
+"""The receiver's mail thread: the next message by its name during an attempt, removals beside it, a quiet end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from deltarefit.errors import TransportError
+from deltarefit.runtime.clock import Deadline, Pace, RandomIds, SystemClock
+from deltarefit.runtime.mailroom import MailRoom
+from deltarefit.transport import Mailbox, keys, open_run
+
+CLOCK = SystemClock()
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = Deadline(CLOCK, timeout_s)
+    while not condition():
+        assert not deadline.expired
+        CLOCK.sleep(0.002)
+
+
+@pytest.fixture
+def room():
+    store = open_run(f"memory://{RandomIds().nonce()}", clock=CLOCK)
+    box = Mailbox(store, "me", clock=CLOCK, nonce="00000002")
+    paces = {"busy": Pace(CLOCK, first_s=0.005, most_s=0.005), "idle": Pace(CLOCK, first_s=0.01, most_s=3600.0)}
+    room = MailRoom(box, CLOCK, **paces, news=threading.Event())
+    room.start()
+    yield room, store, Mailbox(store, "coordinator", clock=CLOCK, nonce="00000001")
+    room.close()
+    room.close()
+
+
+def taken(room, count):
+    found = []
+
+    def came():
+        found.extend(room.take(0.0))
+        return len(found) >= count
+
+    wait_until(came)
+    return [mail.data for mail in found]
+
+
+def test_during_an_attempt_the_next_message_needs_no_listing(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"prepare")
+    assert taken(room, 1) == [b"prepare"]
+    room.is_busy = True
+    store.listing = None  # would raise
+    for number in range(5):
+        coordinator.post("me", b"%d" % number)
+    assert taken(room, 5) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_messages_that_are_done_with_go_although_the_store_failed_once(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"0")
+    coordinator.post("me", b"1")
+    mails = []
+    wait_until(lambda: mails.extend(room.take(0.0)) or len(mails) == 2)
+    delete, failed = store.delete, threading.Event()
+
+    def fail_once(listed):
+        if not failed.is_set():
+            failed.set()
+            raise TransportError("on purpose")
+        delete(listed)
+
+    store.delete = fail_once
+    room.acknowledge(mails[0].key)
+    wait_until(failed.is_set)
+    room.acknowledge(mails[1].key)
+    wait_until(lambda: not store.listing(keys.mail_prefix("me")))
+
+
+def test_what_is_acknowledged_before_the_end_is_removed_by_it(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"0")
+    mails = []
+    wait_until(lambda: mails.extend(room.take(0.0)) or len(mails) == 1)
+    room.acknowledge(mails[0].key)
+    room.close()
+    assert store.listing(keys.mail_prefix("me")) == []
+    room.acknowledge(mails[0].key)
