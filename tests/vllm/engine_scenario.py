@@ -52,12 +52,15 @@ def state_of(driver) -> list[dict]:
 class Engine:
     """A real engine with the deltarefit backend."""
 
-    def __init__(self, checkpoint: Path, num_ranks: int = 1) -> None:
+    def __init__(self, checkpoint: Path, num_ranks: int = 1, draft: Path | None = None) -> None:
         from deltarefit.integrations.vllm import VllmEngine
         from vllm import LLM
 
         begun = CLOCK.monotonic_s()
-        self.llm = LLM(**engine_arguments(checkpoint, num_ranks))
+        arguments = engine_arguments(checkpoint, num_ranks)
+        if draft is not None:
+            arguments["speculative_config"] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        self.llm = LLM(**arguments)
         self.start_s = CLOCK.monotonic_s() - begun
         self.driver = VllmEngine(self.llm)
 
@@ -90,12 +93,14 @@ class Engine:
 class Source:
     """The training side in short: what one owner would send for a whole checkpoint."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, draft: bool = False) -> None:
         from deltarefit.bits import logical_words, spec_of
         from deltarefit.canonical import Catalog
         from deltarefit.testing.checkpoints import load_tensors
 
         tensors = {version: load_tensors(work / version) for version in ("v0", "v1", "v2")}
+        for version in ("v0", "v1") if draft else ():
+            tensors[version] |= {f"draft.{name}": t for name, t in load_tensors(work / f"draft_{version}").items()}
         self.catalog = Catalog(spec_of(name, tensor) for name, tensor in tensors["v0"].items())
         self.words = {v: {name: logical_words(t) for name, t in named.items()} for v, named in tensors.items()}
 
@@ -242,6 +247,30 @@ def tensor_parallel(work: Path) -> dict:
     return out
 
 
+def speculative(work: Path) -> dict:
+    """An engine that speculates with a draft model; policy and draft are refitted in one session."""
+    from deltarefit.ids import EncodingMode
+    from deltarefit.integrations.vllm import VllmEngine
+
+    source, alone = Source(work, draft=True), Source(work)
+    engine = Engine(work / "v0", draft=work / "draft_v0")
+    out: dict = {"tensors": len(source.catalog), "refused": refusal(lambda: engine.driver.prewarm(alone.catalog))}
+    plan = make_plan(engine.driver, source)
+    out["base"] = check_digests(engine.driver, source, "v0")
+    out["v0"] = {"state": engine.state()}
+    out["v1"] = refit(engine.driver, source, plan, EncodingMode.MIXED, "v0", "v1")
+    out["v1"] |= {"state": engine.state(), "generated": engine.generate()}
+    engine.driver.close()
+    engine.driver = VllmEngine(engine.llm, refit_drafts=False)
+    out["kept"] = {"tensors": len(engine.driver.prewarm(alone.catalog)[0].routes), "names": sorted(engine.state()[0])}
+    engine.stop()
+    fresh = Engine(work / "v1", draft=work / "draft_v1")
+    fresh.driver.prewarm(source.catalog)
+    out["v1"] |= {"fresh_state": fresh.state(), "fresh_generated": fresh.generate()}
+    fresh.stop()
+    return out
+
+
 def served(work: Path) -> dict:
     """An ``AsyncLLM`` in its own process, refitted from another thread while it generates: wait, keep and abort."""
     import asyncio
@@ -304,6 +333,7 @@ def refusal(call) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.update(environment())
-    scenario = {"one_rank": one_rank, "served": served, "tensor_parallel": tensor_parallel}[sys.argv[1]]
+    scenarios = {"one_rank": one_rank, "served": served, "speculative": speculative, "tensor_parallel": tensor_parallel}
+    scenario = scenarios[sys.argv[1]]
     result = scenario(Path(sys.argv[2]))
     Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(result))

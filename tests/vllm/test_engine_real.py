@@ -33,6 +33,11 @@ def one_rank(versions) -> dict:
 
 
 @pytest.fixture(scope="module")
+def speculative(versions) -> dict:
+    return run_scenario("speculative", versions)
+
+
+@pytest.fixture(scope="module")
 def served(versions) -> dict:
     return run_scenario("served", versions)
 
@@ -121,3 +126,23 @@ def test_two_tensor_parallel_ranks_in_two_processes(versions) -> None:
     assert out["moved"] == [False, False]
     assert out["v1"]["weight_version"] == "1"
     assert out["refused"][0] == "PayloadInvalidError"
+
+
+def test_a_policy_and_its_speculative_draft_are_refitted_together(speculative) -> None:
+    out = speculative
+    assert out["base"] == {"proved": out["tensors"], "disproved": []}
+    assert (out["v1"]["proved"], out["v1"]["disproved"]) == (out["tensors"], [])
+    assert differing(out["v1"]["state"], out["v1"]["fresh_state"]) == []
+    changed = differing(out["v1"]["state"], out["v0"]["state"])
+    assert {name.partition(".")[0] for name in changed} == {"policy", "draft"}
+    assert out["v1"]["generated"] == out["v1"]["fresh_generated"]
+
+
+def test_a_draft_that_nobody_publishes_is_refused_unless_it_is_to_stay(speculative) -> None:
+    out = speculative
+    kind, text = out["refused"]
+    assert kind == "RejectedError"
+    assert "no canonical name begins with 'draft.'" in text
+    assert "--keep-drafts" in text
+    assert out["kept"]["tensors"] < out["tensors"]
+    assert not any(name.startswith("draft.") for name in out["kept"]["names"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = ["receiver"]
     help="A file with the run's secret, if it has one.",
 )
 @click.option("--verify-writes", is_flag=True, help="Check every write after it was made.")
+@click.option("--keep-drafts", is_flag=True, help="Leave speculative drafts as they were loaded.")
 @click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
 @click.pass_context
 @guarded
@@ -48,6 +50,7 @@ def receiver(
     in_flight: str,
     key_file: Path | None,
     verify_writes: bool,
+    keep_drafts: bool,
     lease_s: float,
 ) -> None:
     """Keep a running vLLM server at a run's committed policy version, until interrupted.
@@ -59,12 +62,16 @@ def receiver(
         return
     if run is None or engine is None:
         raise click.UsageError("--run and --engine are needed")
-    _keep(run, engine, name, in_flight=in_flight, key_file=key_file, verify_writes=verify_writes, lease_s=lease_s)
+    options = {
+        "in_flight": in_flight,
+        "key_file": key_file,
+        "verify_writes": verify_writes,
+        "refit_drafts": not keep_drafts,
+    }
+    _keep(run, engine, name, options, lease_s)
 
 
-def _keep(
-    run: str, engine: str, name: str | None, *, in_flight: str, key_file: Path | None, verify_writes: bool, lease_s: float
-) -> None:
+def _keep(run: str, engine: str, name: str | None, options: Mapping[str, Any], lease_s: float) -> None:
     import importlib
 
     from deltarefit.runtime.clock import SystemClock
@@ -72,9 +79,7 @@ def _keep(
     from deltarefit.runtime.settings import ReceiverAgentSettings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    driver: Any = importlib.import_module("deltarefit.integrations.vllm").VllmEngine(
-        engine, in_flight=in_flight, key_file=key_file, verify_writes=verify_writes
-    )
+    driver: Any = importlib.import_module("deltarefit.integrations.vllm").VllmEngine(engine, **options)
     agent = Receiver(driver, run=run, name=name, settings=ReceiverAgentSettings(lease_s=lease_s))
     click.echo(f"receiver {agent.name} for {engine}, run {run}", err=True)
     stopping = False

@@ -4,6 +4,7 @@ Knows torch; imports ``placement``, ``kernels``, ``payload`` and ``bits``. Impor
 handed in. Paper 6, A.2; design section 4; design note 0006.
 """
 
+from deltarefit.receiver.joint import JointModel, Target
 from deltarefit.receiver.outcomes import TensorOutcome, outcomes_of, tensor_outcomes
 from deltarefit.receiver.rank import RankReceiver
 from deltarefit.receiver.report import (
@@ -21,6 +22,7 @@ from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 
 __all__ = [
     "ApplyPath",
+    "JointModel",
     "MergedReport",
     "PartDigest",
     "PrewarmReport",
@@ -28,6 +30,7 @@ __all__ = [
     "RankReceiver",
     "RankSurvey",
     "ReceiverSettings",
+    "Target",
     "TensorOutcome",
     "TensorRoute",
     "merge_digests",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
-from deltarefit.source import Collective, SourceAdapter
+from deltarefit.source import Collective, JointAdapter, SourceAdapter
 
 __all__ = [
     "TrainingSide",
@@ -63,6 +63,8 @@ def source_integration(model: Any) -> ModuleType:
     Raises:
         RejectedError: it is no model that an integration knows.
     """
+    if isinstance(model, Mapping) and model:
+        model = next(iter(model.values()))
     first = model[0] if isinstance(model, list) and model else model
     roots = _roots(first)
     for root in roots:
@@ -88,6 +90,13 @@ def source_adapter(integration: ModuleType, model: Any, collective: Collective, 
         RejectedError: the integration knows no such option, or the model cannot be mapped.
     """
     given = set_options(options)
+    if isinstance(model, Mapping):
+        if given:
+            raise RejectedError(
+                f"Publisher got {', '.join(given)} for several models; make an adapter of each and give "
+                "adapter=deltarefit.source.JointAdapter({prefix: adapter, ...})"
+            )
+        return JointAdapter({prefix: source_adapter(source_integration(m), m, collective, {}) for prefix, m in model.items()})
     if unknown := sorted(given.keys() - set(integration.SOURCE_OPTIONS)):
         raise RejectedError(
             f"Publisher got {', '.join(unknown)} for a {type(model).__module__}.{type(model).__qualname__}: its integration "
@@ -180,6 +189,8 @@ class _NoGuard:
 
 def write_guard(model: Any) -> WriteGuard:
     """The guard of the integration that knows the model, if there is one."""
+    if isinstance(model, Mapping):
+        model = [module for part in model.values() for module in (part if isinstance(part, list) else [part])]
     try:
         make = getattr(source_integration(model), "write_guard", None)
     except RejectedError:

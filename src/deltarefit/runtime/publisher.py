@@ -77,7 +77,8 @@ class Publisher:
         """Read the model's facts, prove that every element has exactly one owner, copy the baseline, and take the run.
 
         Args:
-            model: a torch module in training. Its adapter is chosen from its class, unless ``adapter`` is given.
+            model: a torch module in training, or several by the prefix of their canonical names, such as
+                ``{"": policy, "draft.": draft}``. Adapters are chosen from classes, unless ``adapter`` is given.
             run: names the run: ``file:///scratch/run7``, ``s3://bucket/run7``, ...
             settings: how; equal on all ranks.
             key: one secret per run, 16 to 64 bytes; payloads then carry keyed digests and receivers need the same key.

@@ -12,6 +12,7 @@ from deltarefit.source.buckets import cut_into_buckets, cut_into_chunks
 from deltarefit.source.collective import Collective, LocalCollective, together
 from deltarefit.source.conversion import ExplainedConverter, ResidualConverter, ResidualPart, assembler_of, required_tensors
 from deltarefit.source.coverage import CoverageReport, CoverageRow, ParallelDegrees, coverage_of
+from deltarefit.source.joint import JointAdapter
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
 from deltarefit.source.parts import PART_NBYTES, cut_into_parts
@@ -30,6 +31,7 @@ __all__ = [
     "CoverageReport",
     "CoverageRow",
     "ExplainedConverter",
+    "JointAdapter",
     "LocalCollective",
     "Owner",
     "ParallelDegrees",

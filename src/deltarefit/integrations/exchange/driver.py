@@ -53,20 +53,22 @@ class ExchangeDriver:
         verify_writes: bool = False,
         call_timeout_s: float = 600.0,
         ids: IdSource | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing is asked of the engine before the first operation.
 
         ``directory`` is where to make the exchange directory (default: shared memory, else the temporary directory);
         ``key_file`` holds the run's key, if it has one, or ``key`` is the key itself, handed to the ranks through a private
         file that is removed at once; ``verify_writes`` has ranks check every write after it was made, at about the cost of
-        another read of the changes; ``call_timeout_s`` bounds each call except the wait for running requests.
+        another read of the changes; ``call_timeout_s`` bounds each call except the wait for running requests; ``options`` is
+        what else ranks are told when the driver introduces itself.
         """
         self.request_gate = request_gate
         self._calls = calls
         self._parent = directory
         self._key_file = key_file
         self._key = key
-        self._verify_writes = verify_writes
+        self._options = {**(options or {}), **({"verify_writes": True} if verify_writes else {})}
         self._call_timeout_s = call_timeout_s
         self._ids = ids if ids is not None else RandomIds()
         self._exchange: Exchange | None = None
@@ -205,9 +207,8 @@ class ExchangeDriver:
             "directory": str(exchange.directory),
             "session": exchange.session,
             "key_file": str(key_file) if key_file is not None else "",
+            **self._options,
         }
-        if self._verify_writes:
-            info["verify_writes"] = True
         try:
             self._translated("init_weight_transfer_engine", lambda: self._calls.init(info))
             self._results(exchange, 0, None)

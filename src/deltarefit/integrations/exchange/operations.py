@@ -60,14 +60,16 @@ class RankOperations:
         key: bytes | None = None,
         limits: Limits | None = None,
         state: Callable[[Any], Iterable[tuple[str, Any]]] = named_state,
+        check_catalog: Callable[[Catalog], None] | None = None,
     ) -> None:
-        """``state``: the tensors of the model that ``raw_state`` shows."""
+        """``state``: the tensors of the model that ``raw_state`` shows; ``check_catalog`` refuses one before prewarm."""
         self._model = model
         self._state = state
         self._receiver = receiver
         self._check = check
         self._key = key
         self._limits = limits or Limits()
+        self._check_catalog = check_catalog
         self._catalog: Catalog | None = None
         self._actions: Mapping[str, Callable[[memoryview], Any]] = {
             "prewarm": self._prewarm,
@@ -96,6 +98,8 @@ class RankOperations:
     def _prewarm(self, data: memoryview) -> PrewarmReport:
         self._check(self._model)
         catalog = Catalog.from_wire(data)
+        if self._check_catalog is not None:
+            self._check_catalog(catalog)
         report = self._receiver.prewarm(catalog)
         self._catalog = catalog
         return report

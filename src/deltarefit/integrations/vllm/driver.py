@@ -35,12 +35,15 @@ class VllmEngine(ExchangeDriver):
         key_file: Path | None = None,
         key: bytes | None = None,
         verify_writes: bool = False,
+        refit_drafts: bool = True,
         call_timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
         request_gate: RequestGate | None = None,
         ids: IdSource | None = None,
     ) -> None:
-        """``in_flight`` says what becomes of running requests; for the others see ``ExchangeDriver``."""
+        """``in_flight`` says what becomes of running requests; without ``refit_drafts`` a speculative draft stays as it was
+        loaded; for the others see ``ExchangeDriver``.
+        """
         gate: RequestGate = request_gate if request_gate is not None else LocalGate()
         super().__init__(
             calls_for(target, in_flight=in_flight, timeout_s=call_timeout_s, gate=gate, loop=loop),
@@ -51,4 +54,5 @@ class VllmEngine(ExchangeDriver):
             verify_writes=verify_writes,
             call_timeout_s=call_timeout_s,
             ids=ids,
+            options=None if refit_drafts else {"refit_drafts": False},
         )

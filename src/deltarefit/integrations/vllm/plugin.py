@@ -58,9 +58,11 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def process(model: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_chosen():
+        transfer = _chosen()
+        if transfer is None:
             original(model, *args, **kwargs)
             return
+        from deltarefit.integrations.vllm.drafts import remember
         from deltarefit.integrations.vllm.layout import LoadWatch
         from deltarefit.integrations.vllm.unpacked import load_format_kept
 
@@ -68,14 +70,16 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
         with load_format_kept():
             original(model, *args, **kwargs)
         watch.finish()
+        remember(model, kwargs.get("model_config", args[0] if args else None), transfer)
 
     process.watched_by_deltarefit = True  # type: ignore[attr-defined]
     return process
 
 
-def _is_chosen() -> bool:
+def _chosen() -> Any:
+    """The weight-transfer configuration of the engine that loads, if it names this backend."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     transfer = config.weight_transfer_config if config is not None else None
-    return transfer is not None and transfer.backend == BACKEND
+    return transfer if transfer is not None and transfer.backend == BACKEND else None
