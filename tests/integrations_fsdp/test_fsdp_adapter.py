@@ -1,5 +1,7 @@
 """Sharded transformers models: all layouts on all ranks of a job, in one process."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, distribute_tensor  # no
 from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.integrations.fsdp import fsdp_adapter, shard_of  # noqa: E402
-from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.integrations.torch import tasks, torch_adapter  # noqa: E402
 from deltarefit.source import SourceSettings, open_source  # noqa: E402
 from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
 from deltarefit.testing.collective import ThreadCollective, run_ranks  # noqa: E402
@@ -80,6 +82,25 @@ def test_owners_together_hold_the_checkpoint_exactly_once(layout, world_size, tm
     assert sorted(words) == sorted(expected)
     assert all((count == 1).all() for count in counts.values())
     assert all(np.array_equal(words[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 3), ("tp_fsdp", 4), ("fused_tp", 2)])
+def test_large_shards_are_owned_and_read_in_parts(monkeypatch, layout, world_size, tmp_path):
+    """With parts of 512 bytes, which takes tiny models for large ones: the same elements, and no more is read at a time."""
+    monkeypatch.setattr(tasks, "cut_into_parts", functools.partial(tasks.cut_into_parts, target_nbytes=512))
+    model = tiny_model(ARCHITECTURE.get(layout, "qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    expected = {name: logical_words(tensor) for name, tensor in load_tensors(tmp_path).items()}
+    sources = sources_of(layout, world_size)
+    assert not [source for source in sources if isinstance(source, Exception)], sources
+    words, counts = rebuild(sources)
+    assert all((count == 1).all() for count in counts.values())
+    assert all(np.array_equal(words[name], expected[name]) for name in expected)
+    owned = [tracker.task for source in sources for tracker in source.owner.baseline.trackers]
+    assert max(task.nbytes for task in owned) <= 512
+    assert len(owned) > 3 * len(expected)
+    held = [source.owner.owned_nbytes for source in sources]
+    assert max(held) <= 1.1 * sum(held) / world_size
 
 
 def test_what_is_not_sharded_is_owned_once_among_all_ranks():

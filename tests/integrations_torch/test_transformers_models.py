@@ -1,5 +1,7 @@
 """Transformers models: the catalog and every canonical bit are those that ``save_pretrained`` writes."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.canonical import Catalog, TensorSpec  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.ids import EncodingMode  # noqa: E402
-from deltarefit.integrations.torch import catalog_of_config, torch_adapter  # noqa: E402
+from deltarefit.integrations.torch import catalog_of_config, tasks, torch_adapter  # noqa: E402
 from deltarefit.pieces import Piece, whole  # noqa: E402
 from deltarefit.plan import RefitPlan  # noqa: E402
 from deltarefit.records import Encoding  # noqa: E402
@@ -191,6 +193,18 @@ def test_master_weights_in_float32_are_published_in_the_checkpoints_dtype(tmp_pa
         model.model.norm.weight += 1e-7
     plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
     assert list(source.owner.build(plan, EncodingMode.MIXED)) == []
+
+
+def test_parts_of_a_large_master_are_cast_one_by_one(monkeypatch, tmp_path):
+    """A cast copies what it reads: never more than a part, however large the tensor."""
+    monkeypatch.setattr(tasks, "cut_into_parts", functools.partial(tasks.cut_into_parts, target_nbytes=2048))
+    model = tiny_model("qwen3").float()
+    manifest, expected = saved(tiny_model("qwen3"), tmp_path)
+    adapter = torch_adapter(model, manifest=manifest)
+    assert all(task.words().nbytes <= 2048 for task in adapter.tasks())
+    words, counts = rebuild([open_source(adapter, LocalCollective(), ONE_THREAD)])
+    assert all((count == 1).all() for count in counts.values())
+    assert all(np.array_equal(words[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
