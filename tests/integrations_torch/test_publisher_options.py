@@ -162,3 +162,54 @@ def test_options_beside_an_adapter_are_refused(run):
 def test_options_of_another_integration_are_refused(run):
     with pytest.raises(RejectedError, match=r"got bridge for a .*Masters: .* takes manifest, export, export_by_layer"):
         deltarefit.Publisher(Masters(), run=run, settings=SETTINGS, bridge=object())
+
+
+def quantised(state, block=4):
+    """A checkpoint with 8-bit weights, each block of them under a scale of its own; everything else as it is."""
+    stored = {}
+    for name, tensor in state.items():
+        if tensor.ndim != 2:
+            stored[name] = tensor
+            continue
+        blocks = tensor.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
+        scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-6) / 448
+        stored[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(tensor.shape)
+        stored[name + "_scale_inv"] = scale
+    return stored
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2)])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def test_a_quantised_checkpoint_is_refitted_to_the_bit(tmp_path, run):
+    """Cases C016 and C019: what receivers hold are 8-bit weights and scales; the bits of both are compared and sent."""
+    model = Layers()
+    save_file({name: t.contiguous() for name, t in quantised(model.state_dict()).items()}, tmp_path / "model.safetensors")
+    rollout = Rollout(quantised(model.state_dict()))
+    options = {"export": quantised, "export_by_layer": True, "manifest": tmp_path, "settings": SETTINGS}
+    with attach(rollout, run), deltarefit.Publisher(model, run=run, **options) as publisher:
+        coverage = publisher.coverage()
+        assert (coverage.tensors_direct, coverage.tensors_total) == (2, 6)
+        assert all(row.reason for row in coverage.by_type if row.path == "residual")
+        counts = []
+        for row, value in ((1, 1000.0), (1, 999.0), (2, 0.0), (2, -0.0)):
+            before = quantised(model.state_dict())
+            with torch.no_grad():
+                model.layers[1].weight[row, 2] = value
+            after = quantised(model.state_dict())
+            assert publisher.refit().changed_elements == sum(
+                int((logical_words(after[name]) != logical_words(before[name])).sum()) for name in after
+            )
+            assert rollout.bits() == bits(after)
+            counts.append({name: (logical_words(after[name]) != logical_words(before[name])).sum() for name in after})
+        assert publisher.refit().changed_elements == 0
+    assert counts[0]["layers.1.weight"] > 1, "the scale of its block changed, so values changed whose sources did not"
+    assert counts[0]["layers.1.weight_scale_inv"] == 1
+    assert counts[3] == {**dict.fromkeys(counts[3], 0), "layers.1.weight": 1}, "a zero that changes its sign"

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from deltarefit import kernels, payload
 from deltarefit.canonical import TensorSpec, Words
@@ -281,8 +282,9 @@ def run(
 
     Returns:
         ``{"rows": [...], "memory": {...}}``. Rows have mode, change_rate, median_s, payload_nbytes (X, P and F in the paper's
-        layout), planes_nbytes (the same items in our format), changed, bytes_per_change, paper_bytes_per_change (Table 3),
-        speed_over_f (median of F's seconds over this mode's, round by round), to_x and to_p (payload bytes over theirs).
+        layout), planes_nbytes (the same items in our format), order0_nbytes (the entropy of its planes), changed,
+        bytes_per_change, paper_bytes_per_change (Table 3), speed_over_f (median of F's seconds over this mode's, round by
+        round), to_x and to_p (payload bytes over theirs).
         Memory has what the owner of mode ``ours`` held beyond the parameters.
     """
     settings = SourceSettings(scan_threads=threads)
@@ -310,7 +312,7 @@ def _compare(model: _Model, settings: SourceSettings, rate: float, rounds: int) 
             seconds[name].append(clock.monotonic_s() - began_s)
     rows = []
     for name, taken_s in seconds.items():
-        changed, nbytes, planes_nbytes = sizes[name]
+        changed, nbytes, planes_nbytes, order0_nbytes = sizes[name]
         rows.append(
             {
                 "mode": name,
@@ -318,6 +320,7 @@ def _compare(model: _Model, settings: SourceSettings, rate: float, rounds: int) 
                 "median_s": statistics.median(taken_s),
                 "payload_nbytes": nbytes,
                 "planes_nbytes": planes_nbytes,
+                "order0_nbytes": round(order0_nbytes),
                 "changed": changed,
                 "bytes_per_change": nbytes / changed,
                 "paper_bytes_per_change": _PAPER_BYTES_PER_CHANGE.get((name, rate)),
@@ -329,14 +332,33 @@ def _compare(model: _Model, settings: SourceSettings, rate: float, rounds: int) 
     return rows
 
 
-def _sizes(name: str, one: _Construction) -> tuple[int, int, int]:
-    """Changed elements, payload bytes as the mode's own layout has them, and bytes in our format."""
+def order0_nbytes(bucket: Bucket) -> float:
+    """Bytes of a bucket's planes at the order-0 entropy of each: the least that coding their bytes one by one can reach."""
+    counts: dict[tuple[object, ...], NDArray[np.int64]] = {}
+    for item in bucket.items:
+        kinds = ((item.location_form, item.location_planes), (item.encoding, item.value_planes))
+        for kind, planes in kinds:
+            for number, plane in enumerate(planes):
+                found = np.bincount(plane, minlength=256)
+                key = (kind.name, len(planes), number)
+                counts[key] = counts[key] + found if key in counts else found
+    bits = 0.0
+    for found in counts.values():
+        present = found[found > 0]
+        bits += float((present * np.log2(present.sum() / present)).sum())
+    return bits / 8
+
+
+def _sizes(name: str, one: _Construction) -> tuple[int, int, int, float]:
+    """Changed elements; bytes as the mode's own layout has them, in our format, and at the order-0 entropy of our planes."""
     changed = nbytes = planes_nbytes = 0
+    entropy_nbytes = 0.0
     for bucket, encoded_nbytes in one.payloads():
         changed += bucket.num_changed
         planes_nbytes += encoded_nbytes
         nbytes += encoded_nbytes if name == "ours" else paper_layout_nbytes(bucket)
-    return changed, nbytes, planes_nbytes
+        entropy_nbytes += order0_nbytes(bucket)
+    return changed, nbytes, planes_nbytes, entropy_nbytes
 
 
 def _memory(model: _Model, settings: SourceSettings, rate: float) -> dict[str, Any]:
