@@ -57,7 +57,7 @@ $(MEGATRON_VENV)/.installed: requirements/core.txt requirements/torch.txt requir
 megatron: $(MEGATRON_VENV)/.installed
 
 megatron-test: megatron
-	$(MEGATRON_VENV)/bin/python -m pytest tests/integrations_megatron
+	$(MEGATRON_VENV)/bin/python -m pytest tests/integrations_megatron tests/contracts/test_documented_programs.py
 
 clean:
 	rm -rf $(VENV) $(MEGATRON_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
