@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import socket
-import subprocess
 
 import pytest
 from obstore.store import MemoryStore, S3Store
@@ -17,8 +14,6 @@ from deltarefit.control import (
     SqliteRecordStore,
     probe_conditional_writes,
 )
-from deltarefit.errors import TransportError
-from deltarefit.runtime.clock import Deadline, SystemClock
 from deltarefit.testing.control_suite import ControlPlaneTests, ProcessRaceTests, RecordStoreTests
 
 RECORDS = itertools.count()
@@ -78,40 +73,6 @@ class TestS3(RecordStoreTests, ControlPlaneTests, ProcessRaceTests):
     def test_the_server_honours_conditions(self, s3_server):
         store = S3Store(s3_server.bucket, config=s3_server.options, client_options={"allow_http": True})
         probe_conditional_writes(store, f"probe-{next(RECORDS)}")
-
-
-@pytest.fixture(scope="module")
-def etcd_endpoint(tmp_path_factory):
-    """A real etcd of one member. Skips only where Debian's etcd-server is not installed."""
-    etcd = shutil.which("etcd")
-    if etcd is None:
-        pytest.skip("etcd-server is not installed")
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        client, peer = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (first, second))
-    folder = tmp_path_factory.mktemp("etcd")
-    arguments = [
-        etcd, "--name", "t", "--data-dir", str(folder / "data"), "--listen-client-urls", client, "--advertise-client-urls",
-        client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"t={peer}",
-    ]  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
-    try:
-        clock = SystemClock()
-        deadline = Deadline(clock, 60.0)
-        while True:
-            try:
-                EtcdRecordStore([client], "ready").read()
-                break
-            except TransportError as error:
-                if process.poll() is not None or deadline.expired:
-                    raise RuntimeError(f"etcd is not ready: {(folder / 'log').read_text()[-2000:]}") from error
-                clock.sleep(0.1)
-        yield client
-    finally:
-        process.kill()
-        process.wait(20)
 
 
 @pytest.mark.process

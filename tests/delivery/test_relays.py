@@ -7,8 +7,11 @@ import pytest
 from tests.runtime.pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, perturb, raw
 
 import deltarefit
+from deltarefit.ids import AttemptId, BaselineId, EncodingMode
+from deltarefit.protocol import PrepareRequest
 from deltarefit.runtime.clock import ManualClock, RandomIds, SystemClock
 from deltarefit.runtime.relay_service import RelayService
+from deltarefit.runtime.session import control_plane
 from deltarefit.runtime.settings import RelayServiceSettings
 from deltarefit.runtime.sharing import open_node_share
 from deltarefit.testing.faults import CorruptingSender, FaultPlan
@@ -177,3 +180,40 @@ def test_a_shared_directory_that_cannot_be_used_shares_nothing(tmp_path, caplog)
     assert open_node_share(str(tmp_path / "absent"), "s3://bucket/run", RandomIds()) is None
     assert "nothing is shared" in caplog.text
     assert ManualClock().monotonic_s() == 0
+
+
+def test_a_relay_forgets_what_ended_while_it_was_away_and_nothing_else(nodes, tmp_path):
+    """It was dead or frozen when the others cleaned up; what is bound to the record stays."""
+    publisher = nodes.pair.publisher(settings=msgspec.structs.replace(SETTINGS, min_receivers=0))
+    service = nodes.relay(0)
+    clock = SystemClock()
+    store = open_run(nodes.pair.run, clock=clock)
+    control = control_plane(store, clock, RandomIds())
+    state = control.read()
+    bound = AttemptId("v000001-a2-bound")
+    control.prepare(
+        PrepareRequest(
+            epoch=state.epoch,
+            attempt=bound,
+            baseline=BaselineId("b1"),
+            base=state.record,
+            mode=EncodingMode.MIXED,
+            is_dense=False,
+            candidate="w",
+            plan_digest="p",
+            required=frozenset(),
+            min_receivers=0,
+        )
+    )
+    share = open_node_share(nodes.root(0), nodes.pair.run, RandomIds())
+    for attempt in ("v000001-a1-ended", bound):
+        folder = share.relay / attempt / "payloads"
+        folder.mkdir(parents=True)
+        (folder / "0000000000-000000.part").write_bytes(b"half a payload")
+    service._tidy()
+    assert {path.name for path in share.relay.iterdir()} >= {"v000001-a1-ended", bound}, "too young to judge"
+    service._tidy()
+    left = {path.name for path in share.relay.iterdir()}
+    assert bound in left
+    assert "v000001-a1-ended" not in left
+    publisher.close()

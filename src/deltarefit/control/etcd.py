@@ -164,7 +164,11 @@ def _encoded(data: bytes) -> str:
 
 
 def _parsed(endpoint: str) -> tuple[bool, str, int]:
-    parts = urlsplit(endpoint)
+    try:
+        parts = urlsplit(endpoint)
+        port = parts.port or 2379
+    except ValueError as error:
+        raise RejectedError(f"etcd endpoint {endpoint!r}: {error}; expected http://host:port or https://host:port") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
         raise RejectedError(f"etcd endpoint {endpoint!r}: expected http://host:port or https://host:port")
-    return parts.scheme == "https", parts.hostname, parts.port or 2379
+    return parts.scheme == "https", parts.hostname, port

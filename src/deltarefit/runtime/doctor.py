@@ -15,7 +15,8 @@ from deltarefit.control.store import ABSENT
 from deltarefit.errors import PayloadMissingError, RefitError, RejectedError
 from deltarefit.protocol.lease import DRIFT
 from deltarefit.runtime.clock import Clock, IdSource
-from deltarefit.runtime.session import control_plane, lease_settings, probe_record_store
+from deltarefit.runtime.control_place import is_placed_elsewhere, probe_record_store
+from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.transport import RunStore, keys, open_run
 
 __all__ = ["Check", "Diagnosis", "examine"]
@@ -107,6 +108,8 @@ class _Probe:
 
     def conditional_writes(self) -> Check:
         """Whether two coordinators could both win."""
+        if is_placed_elsewhere(self._store):
+            return Check(name="conditional writes", status="ok", found="not needed: the control record is in etcd")
         directory = self._store.directory
         if directory is None:
             probe_record_store(self._store, self._ids)

@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from deltarefit.errors import RefitError, RejectedError
+from deltarefit.ids import AttemptId
 from deltarefit.runtime.clock import Clock, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.messages import encode_message
 from deltarefit.runtime.relays import RelayNotice, relay_context
-from deltarefit.runtime.session import lease_settings
+from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.runtime.settings import RelayServiceSettings
 from deltarefit.runtime.sharing import open_node_share
 from deltarefit.transport import Beacon, keys, open_run
@@ -76,6 +77,9 @@ class RelayService:
             self._relay.close()
             self._lock.close()
             raise
+        self._control = control_plane(self._store, self._clock, ids)
+        self._seen: frozenset[AttemptId] = frozenset()
+        """Attempts of which something lay here at the last look."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._show, name="deltarefit-relay-beacon", daemon=True)
         self._thread.start()
@@ -127,6 +131,25 @@ class RelayService:
                 self._beacon.beat()
             except RefitError as error:
                 _LOG.warning("relay %s: sign of life not written, will try again: %s", self.name, error)
+            try:
+                self._tidy()
+            except (RefitError, OSError) as error:
+                _LOG.info("relay %s: what ended attempts left here stays for now: %s", self.name, error)
+
+    def _tidy(self) -> None:
+        """Forget attempts that ended while this relay was dead, frozen or out of reach.
+
+        The record is read after the shelf was listed: an attempt is bound to it before any of its payloads is sent, so what is
+        here and not bound is over.
+        """
+        here = self._relay.attempts()
+        waiting, self._seen = here & self._seen, here
+        if not waiting:
+            return
+        state = self._control.read()
+        bound = state.attempt.attempt if state is not None and state.attempt is not None else None
+        for attempt in waiting - {bound}:
+            self._relay.forget(attempt)
 
 
 def _address(text: str, what: str) -> tuple[str, int]:

@@ -10,20 +10,14 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
-from deltarefit.control import (
-    ControlPlane,
-    MemoryRecordStore,
-    ObjectRecordStore,
-    RecordStore,
-    SqliteRecordStore,
-    probe_conditional_writes,
-)
+from deltarefit.control import ControlPlane
 from deltarefit.errors import CommitConflictError, RefitError, RejectedError
 from deltarefit.ids import PolicyVersion, baseline_id
 from deltarefit.protocol import CommitRecord, ControlState, LeaseSettings, LeaseVerdict, LeaseWatch
 from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.calls import Caller
 from deltarefit.runtime.clock import Clock, IdSource
+from deltarefit.runtime.control_place import place_record, probe_record_store, record_store
 from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.heartbeat import Heartbeat
 from deltarefit.runtime.members import Members
@@ -37,15 +31,13 @@ from deltarefit.runtime.sweeping import sweep
 from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacon
 
-__all__ = ["MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings", "probe_record_store", "record_store"]
+__all__ = ["MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings"]
 
 _LOG = logging.getLogger(__name__)
 MAIL_NBYTES = 64 * 2**20
 """Longest message: digests of 200,000 tensors with 60-byte names take about 20 MB."""
 _WATCH_S = 0.1
 _ANSWER_POLL_S = 0.01, 0.05
-_MEMORY: dict[str, MemoryRecordStore] = {}
-"""Of memory:// runs, by URL: all participants live in this process."""
 _MAX_ACTIVITY = 2000  # a beacon is a small object
 
 
@@ -54,28 +46,9 @@ def lease_settings(lease_s: float) -> LeaseSettings:
     return LeaseSettings(lease_s=lease_s, renew_s=lease_s / 5)
 
 
-def record_store(store: RunStore) -> RecordStore:
-    """Where the run's control record is: a SQLite file for ``file://``, else an object under conditional writes."""
-    if store.directory is not None:
-        return SqliteRecordStore(store.directory / "control" / "record.sqlite")
-    if store.url.startswith("memory:"):
-        return _MEMORY.setdefault(store.url, MemoryRecordStore(store.url))
-    return ObjectRecordStore(store.backend, keys.control("record"), place=f"{store.url}/{keys.control('record')}")
-
-
 def control_plane(store: RunStore, clock: Clock, ids: IdSource) -> ControlPlane:
     """For anybody who reads the record, or fences it."""
     return ControlPlane(record_store(store), new_nonce=ids.nonce, pause=clock.sleep)
-
-
-def probe_record_store(store: RunStore, ids: IdSource) -> None:
-    """Before a run is taken: see that two coordinators could not both win.
-
-    Raises:
-        RejectedError: the object store ignores conditions.
-    """
-    if store.directory is None and not store.url.startswith("memory:"):
-        probe_conditional_writes(store.backend, keys.control(f"probe-{ids.nonce()}"))
 
 
 class RunHold:
@@ -107,6 +80,7 @@ class RunHold:
         self._lease = lease_settings(settings.lease_s)
         self.nonce = ids.nonce()
         self.holder = f"{platform.node() or 'host'}-{os.getpid()}-{self.nonce}"
+        place_record(store, settings.control)
         probe_record_store(store, ids)
         self.control = control_plane(store, clock, ids)
         self._digest = digest_of_digests(digests)

@@ -121,6 +121,9 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """This participant's own certificate, with its chain, PEM."""
     relay_tls_key: str = ""
     """Its private key, PEM, without a password."""
+    control: str = ""
+    """Where a new run keeps its control record: ``etcd://host:2379/key``, or ``etcds://`` for TLS. Empty: beside the payloads,
+    or wherever the run has it. Receivers and commands find it by themselves."""
     retained_versions: int = 0
     """How many committed versions' payloads stay in the run's store. A receiver that comes with the weights of a version from
     which they lead on catches up by itself, without a refit. What went by relay, or whole, is not retained, and nothing

@@ -88,11 +88,9 @@ def open_existing(run: str, clock: Clock, ids: IdSource) -> tuple[RunStore, Cont
         RejectedError: there is no such run.
     """
     store = open_run(run, clock=clock)
-    if store.directory is not None and not (store.directory / "control" / "record.sqlite").exists():
-        raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
     state = control_plane(store, clock, ids).read()
     if state is None:
-        raise RejectedError(f"no run at {run}: the control record is empty; start the trainer first")
+        raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
     return store, state
 
 

@@ -23,7 +23,7 @@ class Case(msgspec.Struct, frozen=True):
 
     store: Store
     victim: str
-    """``trainer <rank>`` or ``rollout-<number>``."""
+    """``trainer <rank>``, ``rollout-<number>`` or ``relay-<number>``."""
     point: str
     """Where the holding process stands, as ``Breakpoint`` names it."""
     count: int
@@ -31,10 +31,13 @@ class Case(msgspec.Struct, frozen=True):
     action: Action
     call: Call = "refit"
     """``refit`` closes request gates first; ``publish`` stages payloads while engines serve."""
+    is_relayed: bool = False
+    """Each rollout process is a node of its own, with a relay: payloads go over these."""
 
     @property
     def name(self) -> str:
-        return f"{self.store}, {self.call}, {self.victim}, {self.action}, {self.point} ({self.count})"
+        way = f"{self.call} by relay" if self.is_relayed else self.call
+        return f"{self.store}, {way}, {self.victim}, {self.action}, {self.point} ({self.count})"
 
     @property
     def holder(self) -> str:
@@ -85,13 +88,38 @@ _REPLACE_POINTS = (
 )
 
 
+_RELAY_POINTS = (
+    ("relay-0", "coordinator: after prepare", 1),
+    ("relay-0", "owner 0: after scan", 1),
+    ("relay-0", "owner 0: after encode", 2),
+    ("relay-1", "owner 0: after encode", 2),
+    ("relay-0", "owner 0: after send", 1),
+    ("relay-1", "rollout-0: before apply", 1),
+    ("relay-0", "rollout-0: after apply", 2),
+    ("relay-0", "coordinator: after flush", 1),
+    ("relay-0", "coordinator: after commit", 1),
+    ("relay-1", "rollout-1: before reopen_gate", 1),
+)
+"""Some of what relays pass on has come in by then, or all, or nothing."""
+_RELAYED_POINTS = (
+    ("trainer 0", "owner 0: after send", 2),
+    ("trainer 1", "owner 1: after encode", 1),
+    ("rollout-0", "rollout-0: before apply", 2),
+)
+
+
+def _relayed(store: Store) -> list[Case]:
+    points = (*_RELAY_POINTS, *_RELAYED_POINTS)
+    return [Case(store, *point, action, is_relayed=True) for point in points for action in ("kill", "stop")]
+
+
 def _cases(store: Store, call: Call) -> list[Case]:
     points = (*_TRAINER_POINTS, *_ROLLOUT_POINTS)
     cases = [Case(store, *point, action, call) for point in points for action in ("kill", "stop")]
     return cases + [Case(store, *point, "replace", call) for point in _REPLACE_POINTS]
 
 
-CASES: tuple[Case, ...] = (*_cases("file", "refit"), *_cases("file", "publish"), *_cases("s3", "refit"))
+CASES: tuple[Case, ...] = (*_cases("file", "refit"), *_cases("file", "publish"), *_cases("s3", "refit"), *_relayed("file"))
 
 REDUCED: tuple[Case, ...] = (
     Case("file", "trainer 0", "owner 0: after send", 2, "kill"),
@@ -103,6 +131,8 @@ REDUCED: tuple[Case, ...] = (
     Case("file", "trainer 0", "coordinator: after commit", 1, "replace"),
     Case("file", "trainer 0", "owner 0: after send", 2, "kill", "publish"),
     Case("file", "rollout-0", "rollout-0: before apply", 3, "kill", "publish"),
+    Case("file", "relay-0", "owner 0: after encode", 2, "kill", is_relayed=True),
+    Case("file", "relay-1", "rollout-0: before apply", 1, "stop", is_relayed=True),
     Case("s3", "trainer 0", "coordinator: after flush", 1, "kill"),
     Case("s3", "rollout-0", "rollout-0: after apply", 2, "kill"),
 )

@@ -12,9 +12,9 @@ from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError
 from deltarefit.runtime.clock import Deadline, SystemClock
 from deltarefit.runtime.messages import Membership, decode_message
 from deltarefit.testing.kill_matrix.cases import NUM_RECEIVERS, NUM_TRAINERS, Case
-from deltarefit.testing.kill_matrix.outcome import CaseResult, check_leftovers, check_served
+from deltarefit.testing.kill_matrix.outcome import CaseResult, check_leftovers, check_served, check_shelf
 from deltarefit.testing.kill_matrix.policy import Policy, Rollout, perturb, state_hash
-from deltarefit.testing.kill_matrix.roles import ReceiverTask, TrainerTask
+from deltarefit.testing.kill_matrix.roles import ReceiverTask, RelayTask, Task, TrainerTask
 from deltarefit.testing.kill_matrix.signs import Signs
 from deltarefit.testing.kill_matrix.zygote import Zygote
 from deltarefit.transport import keys, open_run, read_beacon
@@ -25,6 +25,8 @@ _STEP_S = 60.0
 """Longest time that any single thing may take: no case may hang beyond it."""
 _STRUCK_STEP = 2
 _LAST_STEP = 3
+_RELAY_STOP_S = 12.0
+"""Longer than the time after which owners take a relay for dead (``RelaySettings.dead_after_s``)."""
 
 
 class Director:
@@ -47,6 +49,7 @@ class Director:
         self._all: list[int] = []
         self._problems: list[str] = []
         self._lives = {f"rollout-{number}": 1 for number in range(NUM_RECEIVERS)}
+        self._relays = {f"relay-{number}": 1 for number in range(NUM_RECEIVERS if case.is_relayed else 0)}
         self._job = 1
 
     def play(self) -> CaseResult:
@@ -75,13 +78,17 @@ class Director:
     # --- the story --------------------------------------------------------------------------------------------------
 
     def _refits(self) -> Mapping[str, Any]:
+        for name in self._relays:
+            self._start_relay(name)  # first: rollout processes look for a node's share when they start
         for name in self._lives:
             self._start_receiver(name)
         self._start_trainers(first_step=1)
         for name in self._lives:
             self._await(f"joined-{name}-1")
         self._order(1)
-        self._await(f"done-1-{1}")
+        way = self._await(f"done-1-{1}")["transport"]
+        if way != ("relay" if self._relays else "object_store"):
+            self._problems.append(f"the first refit went by {way}")
         self._signs.put("armed")
         self._order(_STRUCK_STEP)
         self._await("reached")
@@ -89,6 +96,8 @@ class Director:
         self._await(f"done-{self._job}-{_STRUCK_STEP}")
         for name, life in self._lives.items():
             self._await(f"joined-{name}-{life}")
+        for name in self._lives:
+            self._await_settled(name)
         self._order(_LAST_STEP)
         last: Mapping[str, Any] = self._await(f"done-{self._job}-{_LAST_STEP}")
         self._order(_LAST_STEP + 1, "stop")
@@ -96,6 +105,10 @@ class Director:
             self._await_exit(f"trainer {rank}")
         self._signs.put("stop receivers")
         for name in self._lives:
+            self._await_exit(name)
+        self._await_tidy()
+        self._signs.put("stop relays")
+        for name in self._relays:
             self._await_exit(name)
         return last
 
@@ -107,6 +120,11 @@ class Director:
                 self._await_exit(case.victim, status=-signal.SIGKILL)
                 self._signs.put("go on")
                 self._restart()
+            case "stop" if case.victim in self._relays:
+                self._signal(case.victim, signal.SIGSTOP)
+                self._signs.put("go on")
+                self._clock.sleep(_RELAY_STOP_S)
+                self._signal(case.victim, signal.SIGCONT)
             case "stop":
                 before = self._incarnation(case.victim)
                 self._signal(case.victim, signal.SIGSTOP)
@@ -119,10 +137,26 @@ class Director:
                 self._replace()
 
     def _incarnation(self, name: str) -> str:
-        """What a rollout process shows of itself; empty for trainers."""
+        """Of a rollout process; empty for others."""
+        shown = self._shown(name) if name in self._lives else None
+        return "" if shown is None else shown.incarnation
+
+    def _shown(self, name: str) -> Membership | None:
+        """What a rollout process shows of itself."""
         store = open_run(self._run, clock=self._clock, options=self._options())
-        reading = read_beacon(store, keys.member(name)) if name in self._lives else None
-        return "" if reading is None else decode_message(reading.info, Membership, sender=name).incarnation
+        reading = read_beacon(store, keys.member(name))
+        return None if reading is None else decode_message(reading.info, Membership, sender=name)
+
+    def _await_settled(self, name: str) -> None:
+        """It serves, or has shown for a lease that it waits for the next refit: it is not about to leave and catch up."""
+        deadline, unchanged = Deadline(self._clock, _STEP_S), Deadline(self._clock, self._lease_s)
+        before = self._shown(name)
+        while (now := self._shown(name)) is None or not (now.summary_digest and (now.is_serving or unchanged.expired)):
+            if deadline.expired:
+                raise DeadlineError(f"{name} has no place in the run after {_STEP_S:.0f} s: {now}")
+            if now is None or before is None or now.incarnation != before.incarnation:
+                before, unchanged = now, Deadline(self._clock, self._lease_s)
+            self._clock.sleep(0.05)
 
     def _await_new_incarnation(self, name: str, before: str) -> None:
         """It must find by itself that its lease ran out, and take part again as a new receiver."""
@@ -132,8 +166,18 @@ class Director:
                 raise DeadlineError(f"{name} slept through its lease and does not know it after {_STEP_S:.0f} s")
             self._clock.sleep(0.05)
 
+    def _await_tidy(self) -> None:
+        """Relays find out by themselves about attempts that ended while they could not be told."""
+        deadline = Deadline(self._clock, 3 * self._lease_s)
+        while any(check_shelf(Path(self._share(name))) for name in self._relays) and not deadline.expired:
+            self._clock.sleep(0.05)
+
     def _restart(self) -> None:
-        """What a supervisor does: a rollout process is started again; of a training job all ranks are."""
+        """What a supervisor does: a rollout process or relay is started again; of a training job all ranks are."""
+        if self._case.victim in self._relays:
+            self._relays[self._case.victim] += 1
+            self._start_relay(self._case.victim)
+            return
         if self._case.victim in self._lives:
             self._lives[self._case.victim] += 1
             self._start_receiver(self._case.victim)
@@ -180,6 +224,8 @@ class Director:
                 self._problems.append(f"{name} ended at version {final.get('version')}, open: {final.get('is_open')}")
         problems, served = check_served(self._directory, committed)
         self._problems += problems + check_leftovers(self._run, self._options())
+        for name in self._relays:
+            self._problems += check_shelf(Path(self._share(name)))
         return served
 
     def _committed(self) -> dict[int, str]:
@@ -235,10 +281,32 @@ class Director:
             count=self._case.count,
             name=name,
             life=life,
+            shared_directory=self._share(name),
         )
         self._start(name, task, f"{name}-{life}")
 
-    def _start(self, name: str, task: TrainerTask | ReceiverTask, log: str) -> None:
+    def _start_relay(self, name: str) -> None:
+        life = self._relays[name]
+        task = RelayTask(
+            directory=str(self._directory),
+            run=self._run,
+            lease_s=self._lease_s,
+            name=name,
+            life=life,
+            shared_directory=self._share(name),
+        )
+        self._start(name, task, f"{name}-{life}")
+        self._await(f"up-{name}-{life}")
+
+    def _share(self, name: str) -> str:
+        """The directory that a node's processes share."""
+        if not self._relays:
+            return ""
+        path = self._directory / f"node-{name.rpartition('-')[2]}"
+        path.mkdir(exist_ok=True)
+        return str(path)
+
+    def _start(self, name: str, task: Task, log: str) -> None:
         pid = self._zygote.start(task, self._directory / f"{log}.log", self._environment)
         self._pids[name] = pid
         self._all.append(pid)

@@ -100,7 +100,7 @@ def table(results: Iterable[CaseResult]) -> str:
         rows.append(
             (
                 case.store,
-                case.call,
+                f"{case.call} by relay" if case.is_relayed else case.call,
                 case.victim,
                 case.action,
                 f"{case.point} ({case.count})",

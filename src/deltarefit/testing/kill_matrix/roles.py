@@ -24,11 +24,12 @@ from deltarefit.runtime.events import StageEvent
 from deltarefit.runtime.gate import LocalGate
 from deltarefit.runtime.publisher import Publisher
 from deltarefit.runtime.receiver_agent import Receiver
-from deltarefit.runtime.settings import PublisherSettings, ReceiverAgentSettings
+from deltarefit.runtime.relay_service import RelayService
+from deltarefit.runtime.settings import PublisherSettings, ReceiverAgentSettings, RelayServiceSettings
 from deltarefit.testing.kill_matrix.policy import Policy, Rollout, perturb, state_hash
 from deltarefit.testing.kill_matrix.signs import Breakpoint, Signs
 
-__all__ = ["ReceiverTask", "TrainerTask", "serve_role"]
+__all__ = ["ReceiverTask", "RelayTask", "Task", "TrainerTask", "serve_role"]
 
 _ORDER_S = 120.0
 _SERVE_PAUSE_S = 0.005
@@ -60,16 +61,35 @@ class ReceiverTask(_Task, frozen=True, kw_only=True, tag=True):
 
     name: str
     life: int
+    shared_directory: str
+    """Of its node; empty: it shares nothing."""
 
 
-def serve_role(task: TrainerTask | ReceiverTask) -> None:
+class RelayTask(_Task, frozen=True, kw_only=True, tag=True):
+    """The relay of one node."""
+
+    name: str
+    life: int
+    shared_directory: str
+
+
+Task = TrainerTask | ReceiverTask | RelayTask
+
+
+def serve_role(task: Task) -> None:
     """Do what the task says until the director says stop."""
     torch.set_num_threads(1)
     signs = Signs(Path(task.directory))
-    if isinstance(task, TrainerTask):
-        _Trainer(task, signs).work()
-    else:
-        _serve_receiver(task, signs)
+    match task:
+        case TrainerTask():
+            _Trainer(task, signs).work()
+        case ReceiverTask():
+            _serve_receiver(task, signs)
+        case RelayTask():
+            settings = RelayServiceSettings(shared_directory=task.shared_directory, lease_s=task.lease_s)
+            with RelayService(task.run, settings=settings):
+                signs.put(f"up-{task.name}-{task.life}")
+                signs.wait("stop relays", 10 * _ORDER_S)
 
 
 # --- trainer ------------------------------------------------------------------------------------------------------------
@@ -110,6 +130,7 @@ class _Trainer:
                 "failures": report.failures,
                 "receivers": report.receivers,
                 "audited": report.audited,
+                "transport": report.transport,
             }
             self._put(f"done-{task.life}-{step}", shown)
             step += 1
@@ -124,6 +145,8 @@ class _Trainer:
             bucket_nbytes=512,
             chunk_nbytes=512,
             scan_threads=1,
+            retained_versions=4,
+            retained_nbytes=1 << 20,
         )
 
     def _hear(self, event: StageEvent) -> None:
@@ -184,7 +207,9 @@ def _serve_receiver(task: ReceiverTask, signs: Signs) -> None:
     model = Rollout(Policy())
     gate = LocalGate()
     engine = _HeldEngine(task.name, model, gate, Breakpoint(signs, task.point, task.count))
-    settings = ReceiverAgentSettings(lease_s=task.lease_s, poll_s=0.02, request_timeout_s=10.0)
+    settings = ReceiverAgentSettings(
+        lease_s=task.lease_s, poll_s=0.02, request_timeout_s=10.0, shared_directory=task.shared_directory
+    )
     receiver = Receiver(engine, run=task.run, name=task.name, request_gate=gate, settings=settings)
     stopping = threading.Event()
     log = Path(task.directory) / f"served-{task.name}-{task.life}.txt"

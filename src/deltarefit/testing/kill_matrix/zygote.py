@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from deltarefit.errors import AttemptFailedError
-from deltarefit.testing.kill_matrix.roles import ReceiverTask, TrainerTask, serve_role
+from deltarefit.testing.kill_matrix.roles import Task, serve_role
 
 __all__ = ["Zygote", "main"]
 
@@ -29,7 +29,7 @@ __all__ = ["Zygote", "main"]
 class Start(msgspec.Struct, frozen=True):
     """Begin a process."""
 
-    task: TrainerTask | ReceiverTask
+    task: Task
     log: str
     environment: dict[str, str]
 
@@ -49,7 +49,7 @@ class Zygote:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
-    def start(self, task: TrainerTask | ReceiverTask, log: Path, environment: Mapping[str, str]) -> int:
+    def start(self, task: Task, log: Path, environment: Mapping[str, str]) -> int:
         """Begin a process; returns its id."""
         return int(self._ask(msgspec.json.encode(Start(task, str(log), dict(environment)))))
 

@@ -126,6 +126,19 @@ class RelayNode(ForwarderOwner):
         self._spawn(self._keep)
         return Peer(self._context.name, self._listen[0], server.getsockname()[1])
 
+    def attempts(self) -> frozenset[AttemptId]:
+        """Of which anything is kept here."""
+        with self._lock:
+            return self._shelf.attempts()
+
+    def forget(self, attempt: AttemptId) -> None:
+        """As a cleanup of that attempt, for whoever knows that it is over. Nothing of it is taken any more."""
+        with self._lock:
+            self._cleaned.add(attempt)
+            self._drop(lambda stream: stream[0] == attempt, whole_too=True)
+            self._shelf.remove_attempt(attempt)
+            self._admit()
+
     def close(self) -> None:
         """Stop at once; what is on the shelf stays there for a relay that is started on it again."""
         self._closing.set()
@@ -283,15 +296,13 @@ class RelayNode(ForwarderOwner):
 
     def _take_call(self, above: _Above, call: Call) -> None:
         attempt = AttemptId(call.attempt)
-        with self._lock:
-            if call.verb == "cleanup":
-                self._cleaned.add(attempt)
-                self._drop(lambda stream: stream[0] == attempt, whole_too=True)
-                self._shelf.remove_attempt(attempt)
-            else:
+        if call.verb == "cleanup":
+            self.forget(attempt)
+        else:
+            with self._lock:
                 self._stopped.add((attempt, call.owner))
                 self._drop(lambda stream: stream == (attempt, call.owner), whole_too=False)
-            self._admit()
+                self._admit()
         reached, lost = call_tree(self._context, call)
         with self._lock:
             if call.verb == "cleanup":  # an engine that was still waiting may have left a marker

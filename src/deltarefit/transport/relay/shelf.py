@@ -207,6 +207,14 @@ class Shelf:
             self._discard(held)
         return removed
 
+    def attempts(self) -> frozenset[AttemptId]:
+        """Of which anything lies here, also from an earlier life of this relay."""
+        return frozenset(
+            AttemptId(path.name)
+            for path in self.directory.iterdir()
+            if path.is_dir() and path != readers_directory(self.directory)
+        )
+
     def remove_attempt(self, attempt: AttemptId) -> None:
         """Leave nothing of that attempt, markers of engines included."""
         self.remove(lambda held: held.payload_id.attempt == attempt)
