@@ -140,7 +140,11 @@ class Schedule:
         )
 
     def _recheck(self) -> None:
-        """Before any commit: the candidate is what was sent. Owners began to prove it when they had compared everything."""
+        """Before any commit: the candidate is what was sent. Owners began to prove it when they had compared everything.
+
+        Meanwhile what a retained attempt needs beside its payloads is written: receivers are at work, so nobody waits for it.
+        """
+        note_digests(self._session, self._bound, self._outcome)
         replies = self._session.owners.command(Recheck(self._bound.attempt))
         self._note(replies)
         _raise_failure(replies)
@@ -158,7 +162,6 @@ class Schedule:
         outcome.payload_nbytes = sum(reply.payload_nbytes for reply in listed)
         outcome.sent_nbytes += outcome.payload_nbytes
         outcome.transport = self._bound.transport
-        note_digests(self._session, self._bound, outcome)
 
     # --- line 29 ----------------------------------------------------------------------------------------------------
 
