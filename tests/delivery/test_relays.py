@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 from tests.runtime.pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, perturb, raw
@@ -174,6 +176,39 @@ def test_processes_of_a_node_agree_on_its_name(tmp_path):
     other = open_node_share(str(tmp_path), "s3://bucket/other", RandomIds())
     assert len({share.node for share in shares}) == 1
     assert other.node != shares[0].node
+
+
+def test_the_last_process_of_a_node_removes_what_it_shared(tmp_path):
+    first, second = (open_node_share(str(tmp_path), "s3://bucket/run", RandomIds()) for _ in range(2))
+    first.close()
+    first.close()
+    assert open_node_share(str(tmp_path), "s3://bucket/run", RandomIds()).node == second.node
+    second.close()
+    assert list(tmp_path.iterdir()) == [], "the third one was forgotten, and so left, too"
+
+
+def test_payloads_of_a_relay_that_may_come_back_are_not_removed(tmp_path):
+    share = open_node_share(str(tmp_path), "s3://bucket/run", RandomIds())
+    kept = share.relay / "attempt" / "0-0"
+    kept.parent.mkdir()
+    kept.write_bytes(b"payload")
+    share.close()
+    again = open_node_share(str(tmp_path), "s3://bucket/run", RandomIds())
+    assert (again.node, kept.read_bytes()) == (share.node, b"payload")
+
+
+def test_whoever_comes_while_the_last_one_leaves_finds_a_directory(tmp_path):
+    """Many processes come and go at once: each has a name for the node, and nothing is left in the end."""
+
+    def come_and_go(_):
+        share = open_node_share(str(tmp_path), "s3://bucket/run", RandomIds())
+        assert share is not None
+        assert (share.directory / "node").read_text() == share.node
+        share.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(come_and_go, range(200)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_shared_directory_that_cannot_be_used_shares_nothing(tmp_path, caplog):

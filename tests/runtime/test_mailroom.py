@@ -85,3 +85,38 @@ def test_what_is_acknowledged_before_the_end_is_removed_by_it(room):
     room.close()
     assert store.listing(keys.mail_prefix("me")) == []
     room.acknowledge(mails[0].key)
+
+
+def test_answers_are_posted_in_order_without_waiting_for_the_store(room):
+    room, store, _ = room
+    released, put = threading.Event(), store.put
+
+    def slowly(key, data):
+        assert released.wait(10.0)
+        put(key, data)
+
+    store.put = slowly
+    for number in range(3):
+        room.post("coordinator", b"%d" % number)
+    assert store.listing(keys.mail_prefix("coordinator")) == []
+    released.set()
+    room.close()
+    assert [mail.data for mail in Mailbox(store, "coordinator", clock=CLOCK, nonce="00000003").take(0.0)] == [b"0", b"1", b"2"]
+
+
+def test_an_answer_that_cannot_be_posted_is_logged_and_the_next_one_goes_out(room, caplog):
+    room, store, _ = room
+    put, failed = store.put, threading.Event()
+
+    def fail_once(key, data):
+        if not failed.is_set():
+            failed.set()
+            raise TransportError("on purpose")
+        put(key, data)
+
+    store.put = fail_once
+    room.post("coordinator", b"lost")
+    room.post("coordinator", b"kept")
+    room.close()
+    assert [mail.data for mail in Mailbox(store, "coordinator", clock=CLOCK, nonce="00000003").take(0.0)] == [b"kept"]
+    assert "perhaps not left: on purpose" in caplog.text

@@ -5,7 +5,8 @@ which is woken when something came. Without a running thread it is the mailbox i
 
 During an attempt the coordinator's next message is asked for by its name, which takes one round trip where a listing and a read
 take two; listings go on at the idle pace, for messages that cannot be named beforehand. Messages that are done with are removed
-by a second thread, so that no look waits behind a removal.
+by a second thread, so that no look waits behind a removal, and answers are posted by a third, in their order, so that payloads
+are applied meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from deltarefit.errors import RefitError
 from deltarefit.runtime.clock import Clock, Pace
@@ -42,6 +44,7 @@ class MailRoom:
         self._done: list[str] = []
         """Keys of messages to remove."""
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-unmail-{mailbox.me}")
+        self._poster = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-post-{mailbox.me}")
         self._failure: RefitError | None = None
         self._wake = threading.Event()
         self._is_closing = False
@@ -69,11 +72,15 @@ class MailRoom:
         return came
 
     def post(self, to: str, data: bytes) -> None:
-        """As ``Mailbox.post``. What is answered leads to the next message soon, so the thread looks more often again."""
-        self._mailbox.post(to, data)
-        if self._thread is not None:
-            self._busy.reset()
-            self._wake.set()
+        """As ``Mailbox.post``; while the thread runs, it happens soon, and trouble is logged: who waits for it asks again.
+
+        What is answered leads to the next message soon, so the thread looks more often again.
+        """
+        if self._thread is None:
+            self._mailbox.post(to, data)
+            return
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._poster.submit(self._post, to, data)
 
     def acknowledge(self, *taken: str) -> None:
         """As ``Mailbox.acknowledge``; while the thread runs, it happens soon."""
@@ -82,7 +89,7 @@ class MailRoom:
             return
         with self._lock:
             self._done.extend(taken)
-        self._begin_removal()
+        self._begin(self._remover, self._remove)
 
     def close(self) -> None:
         """Stop looking, after removing what was acknowledged. May be called again."""
@@ -91,16 +98,26 @@ class MailRoom:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_END_S)
-        removal = self._begin_removal()
-        self._remover.shutdown(wait=False)
-        if removal is not None:
-            with contextlib.suppress(TimeoutError):
-                removal.result(_END_S)
+        posted, removed = self._begin(self._poster, lambda: None), self._begin(self._remover, self._remove)
+        for pool in (self._poster, self._remover):
+            pool.shutdown(wait=False)
+        wait([future for future in (posted, removed) if future is not None], _END_S)
 
-    def _begin_removal(self) -> Future[None] | None:
+    @staticmethod
+    def _begin(pool: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None] | None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: what is left there is swept later
-            return self._remover.submit(self._remove)
+            return pool.submit(work)
         return None
+
+    def _post(self, to: str, data: bytes) -> None:
+        try:
+            self._mailbox.post(to, data)
+        except RefitError as error:
+            _LOG.warning("%s: an answer to %s was perhaps not left: %s", self._mailbox.me, to, error)
+        except Exception:
+            _LOG.exception("%s: an answer to %s was not left", self._mailbox.me, to)
+        self._busy.reset()
+        self._wake.set()
 
     def _run(self) -> None:
         while not self._is_closing:

@@ -61,6 +61,7 @@ class RelayService:
         share = open_node_share(self.settings.shared_directory, self._store.url, ids, makes=True)
         if share is None:
             raise RejectedError(f"relay: the shared directory {self.settings.shared_directory!r} cannot be used; see the log")
+        self._share = share
         self.node = share.node
         self.name = f"relay-{share.node}"
         """One name per node and run, so that a relay that is started again goes on where it was."""
@@ -76,6 +77,7 @@ class RelayService:
         except BaseException:
             self._relay.close()
             self._lock.close()
+            share.close()
             raise
         self._control = control_plane(self._store, self._clock, ids)
         self._seen: frozenset[AttemptId] = frozenset()
@@ -106,6 +108,7 @@ class RelayService:
             _LOG.info("the relay's beacon stays for now: %s", error)
         self._relay.close()
         self._lock.close()
+        self._share.close()
 
     def __enter__(self) -> Self:
         return self

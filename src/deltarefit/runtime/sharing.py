@@ -2,7 +2,8 @@
 
 All of them derive the same directory from the run's URL, usually under ``/dev/shm``; a small file in it names the node, so that
 the coordinator knows which receivers a relay serves. A node without such a directory works as well: its engines download for
-themselves.
+themselves. Each process holds a lock on the directory while it uses it, which the kernel drops when the process dies; the last
+one to leave removes the directory, unless payloads wait in it for a relay to come back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -48,10 +51,15 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _NODE_NAME_NBYTES = 64
+_OPENINGS = 8  # more than once only where somebody else left in the same moment
+
+
+class _GoneError(Exception):
+    """The directory was removed while it was being opened."""
 
 
 class NodeShare:
-    """One node's directory for one run."""
+    """One node's directory for one run, until ``close``."""
 
     def __init__(self, directory: Path, ids: IdSource) -> None:
         """Find or make the node's name in ``directory``.
@@ -60,6 +68,8 @@ class NodeShare:
             RejectedError: the directory cannot be used.
         """
         self.directory = directory
+        self._users = self._enter()
+        self._leave = weakref.finalize(self, os.close, self._users)
         self.payloads = directory / "payloads"
         """Of ``NodeCache``."""
         self.relay = directory / "relay"
@@ -69,7 +79,41 @@ class NodeShare:
             self.relay.mkdir(mode=0o700, exist_ok=True)
             self.node = self._name(ids)
         except OSError as error:
+            self._leave()
             raise RejectedError(f"shared directory {directory}: {error}; name another with shared_directory") from error
+
+    def _enter(self) -> int:
+        """Be one of the directory's users: nobody removes it until the returned file descriptor is closed.
+
+        Raises:
+            RejectedError: the directory cannot be used.
+        """
+        path = self.directory / "users"
+        try:
+            users = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(users, fcntl.LOCK_SH)  # waits for no longer than somebody removes the directory
+                if os.path.samestat(os.fstat(users), path.stat()):
+                    return users
+            except OSError:
+                os.close(users)
+                raise
+            os.close(users)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise RejectedError(f"shared directory {self.directory}: {error}; name another with shared_directory") from error
+        raise _GoneError
+
+    def close(self) -> None:
+        """Leave the directory. The last one removes it, unless a relay's payloads lie there. May be called again."""
+        if not self._leave.alive:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while others are in it
+            if not any(path.is_file() and path.parent != self.relay / "readers" for path in self.relay.rglob("*")):
+                shutil.rmtree(self.directory, ignore_errors=True)
+        self._leave()
 
     def lock_relay(self) -> IO[bytes]:
         """Be this node's one relay until the returned file is closed, or this process ends.
@@ -108,7 +152,10 @@ def open_node_share(root: str, run_url: str, ids: IdSource, *, makes: bool = Fal
     if not root or (is_local and not shared_path(run_url, Path(root)).exists()):
         return None
     try:
-        return NodeShare(shared_directory(run_url, root=Path(root)), ids)
+        for _ in range(_OPENINGS):
+            with contextlib.suppress(_GoneError):
+                return NodeShare(shared_directory(run_url, root=Path(root)), ids)
+        raise RejectedError(f"shared directory {shared_path(run_url, Path(root))}: others keep removing it")
     except RejectedError as error:
         _LOG.warning("nothing is shared with other engines of this node: %s", error)
         return None
@@ -184,10 +231,12 @@ class ReceiverFeeds:
             self._cache.forget(attempt)
 
     def close(self) -> None:
-        """Let the node's relay forget this engine."""
+        """Let the node's relay forget this engine, and leave what the node shares."""
         if self._relay is not None:
             self._relay.close()
             self._relay = None
+        if self._share is not None:
+            self._share.close()
 
 
 def receiver_feeds(
