@@ -59,6 +59,7 @@ _BENCHES: Sequence[tuple[str, str, str]] = (
     ),
     ("construct", "Seconds and bytes of building deltas: the paper's modes X, P and F, and ours.", "bench_construct"),
     ("offline", "Deltas between checkpoints beside zstd and xdelta3: bytes and seconds.", "bench_offline"),
+    ("relay", "What a relay passes on per second of processor time, beside bare sockets and memcpy.", "bench_relay"),
     ("apply", "Compiled apply against the scratch-and-loader path, and its cost as the model grows.", "bench_apply"),
     ("peers", "The same refit by vLLM's own sparse weight patches: which parameters each leaves wrong.", "bench_vllm_sparse"),
 )

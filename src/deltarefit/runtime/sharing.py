@@ -51,7 +51,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _NODE_NAME_NBYTES = 64
-_OPENINGS = 8  # more than once only where somebody else left in the same moment
+_OPENINGS = 20  # more than once only where somebody else left in the same moment
 
 
 class _GoneError(Exception):
@@ -103,7 +103,7 @@ class NodeShare:
             pass
         except OSError as error:
             raise RejectedError(f"shared directory {self.directory}: {error}; name another with shared_directory") from error
-        raise _GoneError
+        raise _GoneError(f"shared directory {self.directory}: others keep removing it")
 
     def close(self) -> None:
         """Leave the directory. The last one removes it, unless a relay's payloads lie there. May be called again."""
@@ -112,7 +112,9 @@ class NodeShare:
         with contextlib.suppress(OSError):
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while others are in it
             if not any(path.is_file() and path.parent != self.relay / "readers" for path in self.relay.rglob("*")):
-                shutil.rmtree(self.directory, ignore_errors=True)
+                gone = self.directory.with_name(f"{self.directory.name}.{self.node}")
+                self.directory.rename(gone)  # in one step, so that nobody enters what is being removed
+                shutil.rmtree(gone, ignore_errors=True)
         self._leave()
 
     def lock_relay(self) -> IO[bytes]:
@@ -152,13 +154,25 @@ def open_node_share(root: str, run_url: str, ids: IdSource, *, makes: bool = Fal
     if not root or (is_local and not shared_path(run_url, Path(root)).exists()):
         return None
     try:
+        why = ""
         for _ in range(_OPENINGS):
-            with contextlib.suppress(_GoneError):
-                return NodeShare(shared_directory(run_url, root=Path(root)), ids)
-        raise RejectedError(f"shared directory {shared_path(run_url, Path(root))}: others keep removing it")
+            try:
+                return NodeShare(_directory(run_url, Path(root)), ids)
+            except _GoneError as error:
+                why = str(error)
+        raise RejectedError(why)
     except RejectedError as error:
         _LOG.warning("nothing is shared with other engines of this node: %s", error)
         return None
+
+
+def _directory(run_url: str, root: Path) -> Path:
+    try:
+        return shared_directory(run_url, root=root)
+    except RejectedError as error:
+        if isinstance(error.__cause__, FileNotFoundError | FileExistsError) and root.is_dir():
+            raise _GoneError(str(error)) from error
+        raise
 
 
 class _Downloads:
