@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from deltarefit.bits import DTYPES
 from deltarefit.canonical import TensorSpec, Words, word_dtype
 
-__all__ = ["IdSpace", "add_digit", "base_of", "decode_digits", "digit_words", "random_words", "special_words"]
+__all__ = ["IdSpace", "add_digit", "base_of", "decode_digits", "digit_words", "ordinary_words", "random_words", "special_words"]
 
 Ids = NDArray[np.int64]
 
@@ -118,6 +118,15 @@ def random_words(dtype: str, count: int, generator: np.random.Generator, *, turn
     if special.size and count:
         places = generator.choice(count, max(1, min(count // 4, 4 * special.size)), replace=False)
         words[places] = np.resize(np.roll(special, -turn * places.size), places.size)
+    return words
+
+
+def ordinary_words(dtype: str, count: int, generator: np.random.Generator) -> Words:
+    """Stored bits, shape [count], of ordinary finite numbers around 0 in floating-point dtypes; random bits in others."""
+    if not DTYPES[dtype].is_floating_point or dtype in _RAW:
+        return random_words(dtype, count, generator)
+    numbers = torch.from_numpy(generator.normal(0, 0.5, count).astype(np.float32)).to(DTYPES[dtype])
+    words: Words = numbers.view(torch.uint8).numpy().view(word_dtype(dtype)).copy()
     return words
 
 

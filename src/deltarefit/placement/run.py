@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deltarefit.canonical import TensorSpec, Words
-from deltarefit.pieces import Piece
+from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.inputs import Inputs, LoadWeights
 from deltarefit.placement.shadow import Shadow
 from deltarefit.placement.storages import ModelStorage, StorageMap
@@ -26,6 +26,17 @@ class Home:
     """Bytes of a storage word."""
     pieces: tuple[Piece, ...]
     """Normalised and ascending; disjoint in the storage."""
+    bits: int = 0
+    """If not 0, pieces count in granules of so many bits, for post-load cut elements or flipped bits (``granules``)."""
+    flip: int = 0
+    """What each granule is xored with on its way."""
+    elements: tuple[StridedView, ...] = ()
+    """After post-load, the canonical elements that it holds; empty for homes as a loader leaves them."""
+
+    @property
+    def element_pieces(self) -> tuple[Piece, ...]:
+        """Pieces whose canonical side counts in elements, whatever the storage side counts in."""
+        return tuple(Piece(view, view) for view in self.elements) if self.bits else self.pieces
 
 
 def group_homes(grouped: Mapping[tuple[str, int], tuple[ModelStorage, Sequence[Piece]]]) -> tuple[Home, ...]:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from deltarefit.bits import storage_view
-from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.canonical import Catalog, TensorDigest, TensorSpec
 from deltarefit.errors import BaseMismatchError, RejectedError
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
+from deltarefit.placement.run import Home
 from deltarefit.placement.storages import StorageMap, state_tensors
 from deltarefit.receiver.crosscheck import contradiction, sample
-from deltarefit.receiver.guard import Place, StorageFence, layout_fingerprint, layout_of
+from deltarefit.receiver.guard import DerivedTensors, Place, StorageFence, layout_fingerprint, layout_of
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import KeptCopy
 from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
+from deltarefit.receiver.rerun import RerunUnit
 from deltarefit.receiver.rest import Rest, rests_of
 from deltarefit.receiver.routes import (
     HeldPieces,
@@ -34,9 +36,9 @@ from deltarefit.receiver.routes import (
 )
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
-from deltarefit.receiver.writers import WordsTarget, target_of_piece, targets_of
+from deltarefit.receiver.writers import WordsTarget, bit_target, target_of_piece, targets_of
 
-__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "refusal"]
+__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "digest_plan_of", "refusal"]
 
 _SHOWN = 20
 _MAX_PARTS = 64
@@ -59,6 +61,10 @@ def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> Pr
     return PrewarmRefusedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n" + "\n".join(lines) + more, reasons)
 
 
+_Part = tuple[WordsTarget, tuple[Piece, ...]]
+"""Pieces and the target that reads them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPlan:
     """How to compute the digest of one tensor from what a rank holds."""
@@ -67,7 +73,7 @@ class DigestPlan:
     num_elements: int
     primary: tuple[tuple[WordsTarget, tuple[Piece, ...]], ...]
     """Pieces by the target that reads them."""
-    replicas: tuple[tuple[tuple[WordsTarget, Piece], tuple[WordsTarget, Piece]], ...]
+    replicas: tuple[tuple[_Part, _Part], ...]
     has_parts: bool
     """Whether each piece's digest is shown too."""
 
@@ -87,10 +93,25 @@ class DigestPlan:
                 total += digest
                 if self.has_parts:
                     parts.append(PartDigest(view_key(group[0].canonical), group[0].num_elements, digest.lane0, digest.lane1))
-        for (target, piece), (first_target, first) in self.replicas:
-            difference = target.digest((piece,)) - first_target.digest((first,))
+        for (target, pieces), (first_target, first) in self.replicas:
+            difference = target.digest(pieces) - first_target.digest(first)
             total = total + difference + difference + difference
         return RankDigest(self.coverage, self.num_elements, total.lane0, total.lane1, tuple(parts))
+
+
+def digest_plan_of(spec: TensorSpec, homes: Sequence[Home], held: HeldPieces, *, torch_writes: bool) -> DigestPlan:
+    """How to compute the digest of a tensor with these homes."""
+    makers = [bit_target(spec, home) if home.bits else target_of_piece(home, torch_writes=torch_writes) for home in homes]
+    by_home: dict[int, list[Piece]] = {}
+    for number, piece in held.primary:
+        by_home.setdefault(number, []).append(piece)
+    return DigestPlan(
+        held.coverage,
+        held.num_elements,
+        tuple((makers[number], tuple(pieces)) for number, pieces in by_home.items()),
+        tuple(((makers[n], copy), (makers[m], first)) for (n, copy), (m, first) in held.replicas),
+        has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < spec.num_elements,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +134,18 @@ class Prewarmed:
     """What no canonical tensor reaches, by storage."""
     residue_at_start: Mapping[str, TensorDigest]
     """Its digests when the model was prewarmed."""
+    reruns: tuple[RerunUnit, ...] = ()
+    """Layers whose post-load step must run again after a refit."""
+    derived: DerivedTensors = field(default_factory=lambda: DerivedTensors(dict, {}))
+    """Tensors beside parameters and buffers that refits write to."""
+    _rerun_by_name: dict[str, RerunUnit] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rerun_by_name.update((name, unit) for unit in self.reruns for name in unit.specs)
+
+    def rerun_of(self, name: str) -> RerunUnit | None:
+        """The layer that must run again once this tensor was written; None if there is none."""
+        return self._rerun_by_name.get(name)
 
     def residue(self) -> dict[str, TensorDigest]:
         """Digests of what no canonical tensor reaches, by the name of the storage."""
@@ -214,22 +247,9 @@ class Assembly:
         is_wide = any(home.width != self._catalog[name].element_nbytes for home in homes)
         has_low_bits = is_wide and not all(target.low_bits_are_zero() for target in targets)
         if held is not None and not has_low_bits:
-            self._digest_plans[name] = self._digest_plan(name, held)
+            spec = self._catalog[name]
+            self._digest_plans[name] = digest_plan_of(spec, homes, held, torch_writes=self._settings.torch_writes)
         return pieces_route(homes, held, is_alias=is_alias, has_low_bits=has_low_bits)
-
-    def _digest_plan(self, name: str, held: HeldPieces) -> DigestPlan:
-        homes = self._learned.homes[name]
-        makers = [target_of_piece(home, torch_writes=self._settings.torch_writes) for home in homes]
-        by_home: dict[int, list[Piece]] = {}
-        for number, piece in held.primary:
-            by_home.setdefault(number, []).append(piece)
-        return DigestPlan(
-            held.coverage,
-            held.num_elements,
-            tuple((makers[number], tuple(pieces)) for number, pieces in by_home.items()),
-            tuple(((makers[n], piece), (makers[m], first)) for (n, piece), (m, first) in held.replicas),
-            has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < self._catalog[name].num_elements,
-        )
 
     def _expected_writes(self, routes: Mapping[str, TensorRoute]) -> dict[str, frozenset[WriteKey]]:
         through_loader = self._settings.path is ApplyPath.SCRATCH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from deltarefit.canonical import TensorDigest
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
 
-__all__ = ["ModelGuard", "Place", "StorageFence", "layout_fingerprint", "layout_of", "storage_digest"]
+__all__ = ["DerivedTensors", "ModelGuard", "Place", "StorageFence", "layout_fingerprint", "layout_of", "storage_digest"]
 
 _CHUNK_NBYTES = 64 * 2**20
 
@@ -72,6 +73,26 @@ class StorageFence:
             if held is None or held.data_ptr() != address:
                 return leaf
         return None
+
+
+class DerivedTensors:
+    """Tensors that hang on modules beside their parameters and buffers: do they still lie where prewarm found them?"""
+
+    def __init__(self, find: Callable[[], Mapping[str, torch.Tensor]], tensors: Mapping[str, torch.Tensor]) -> None:
+        """``find``: looks them up now, by path. ``tensors``: as they are now; others are not watched."""
+        self._find = find
+        self._places = {path: _view_of(tensor) for path, tensor in tensors.items()}
+
+    def moved(self) -> list[str]:
+        """Paths of tensors that were moved, replaced or removed."""
+        if not self._places:
+            return []
+        now = self._find()
+        return sorted(path for path, place in self._places.items() if path not in now or _view_of(now[path]) != place)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
 
 
 class ModelGuard:

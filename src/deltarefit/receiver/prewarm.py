@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from deltarefit.bits import storage_view
 from deltarefit.canonical import Catalog, TensorSpec
+from deltarefit.errors import RejectedError
+from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
+from deltarefit.placement.layers import learn_layers
 from deltarefit.placement.learn import LearnedLoader, learn_loader
+from deltarefit.placement.overlap import Claim
 from deltarefit.placement.run import run_loader
 from deltarefit.placement.storages import StorageMap, state_tensors
+from deltarefit.receiver.after_load import AfterLoadAssembly, narrowed
 from deltarefit.receiver.assembly import Assembly, Prewarmed, refusal
 from deltarefit.receiver.guard import ModelGuard
 from deltarefit.receiver.report import matches
+from deltarefit.receiver.routes import aliases_and_collisions, claims_of, unreached_elements
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import try_loader
 
-__all__ = ["prewarm_model"]
+__all__ = ["prewarm_after_load", "prewarm_model"]
 
 _MAX_CULPRITS = 3
 
@@ -48,6 +55,84 @@ def prewarm_model(model: torch.nn.Module, load_weights: LoadWeights, catalog: Ca
     if problems:
         raise refusal(problems, "nothing was changed" if guard.can_restore else "bytes of the model may be spoilt")
     return Assembly(model, storages, catalog, settings, learned, trials).build(load_weights)
+
+
+def prewarm_after_load(
+    model: torch.nn.Module, after_load: AfterLoad, catalog: Catalog, settings: ReceiverSettings
+) -> Prewarmed:
+    """The same for a model whose weights are no longer as its loader left them. Takes a second model's memory while it runs.
+
+    Raises:
+        RejectedError: each tensor that cannot be refit with its reason. The model is as it was.
+    """
+    if settings.path is ApplyPath.SCRATCH:
+        raise RejectedError("ApplyPath.SCRATCH goes through the loader, which no longer fits weights that post-load packed")
+    twin = after_load.build()
+    tensors = state_tensors(twin)
+    storages = StorageMap(tensors)
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return after_load.load(twin, pairs)
+
+    guard = ModelGuard(twin, storages, snapshot_nbytes=settings.snapshot_nbytes)
+    try:
+        learned = learn_loader(load, storages, catalog)
+        aliases = take_aliases(learned)
+        learned.refused |= narrowed(learned, catalog)
+        generator = np.random.default_rng(1)
+        for name, opaque in learned.opaque.items():
+            trial = try_loader(load, storages, catalog[name], opaque, generator)
+            if trial.refusal is not None and not matches(name, settings.may_ignore):
+                learned.refused.setdefault(name, trial.refusal)
+    finally:
+        problems = _bypassing(guard, load, storages, catalog)
+    claims = claims_of(learned)
+    collisions = aliases_and_collisions(learned, claims)[1]
+    problems |= {name: reason for name, reason in collisions.items() if not matches(name, settings.may_ignore)}
+    kept = {name for name, tensor in state_tensors(model).items() if tensor.numel()}
+    problems |= {name: reason for name, reason in lacking(twin, storages, claims, settings).items() if name in kept}
+    if problems or learned.refused:
+        raise refusal({**learned.refused, **problems})
+    layers = learn_layers(twin, after_load, storages, learned, catalog)
+    return AfterLoadAssembly(model, catalog, settings, learned, layers, tensors).build(aliases)
+
+
+def take_aliases(learned: LearnedLoader) -> dict[str, str]:
+    """Take tensors out of what was learnt that share all their places with a later one: only that one's bits remain."""
+    last: dict[frozenset[object], str] = {}
+    aliases: dict[str, str] = {}
+    for name, homes in learned.homes.items():
+        places = frozenset((home.storage.key, home.width, piece) for home in homes for piece in home.pieces)
+        if (earlier := last.get(places)) is not None:
+            aliases[earlier] = name
+        last[places] = name
+    for name in aliases:
+        del learned.homes[name]
+    return {name: _last_of(aliases, name) for name in aliases}
+
+
+def _last_of(aliases: Mapping[str, str], name: str) -> str:
+    while name in aliases:
+        name = aliases[name]
+    return name
+
+
+def lacking(
+    model: torch.nn.Module, storages: StorageMap, claims: Sequence[Claim], settings: ReceiverSettings
+) -> dict[str, str]:
+    """Parameters that no canonical tensor fills."""
+    tensors = state_tensors(model)
+    places = {
+        name: (found[0].key, storage_view(tensor), tensor.element_size())
+        for name, tensor in tensors.items()
+        if tensor.numel() and (found := storages.find(tensor)) is not None
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: "no canonical tensor reaches this parameter: the checkpoint lacks it"
+        for name, count in unreached_elements(places, claims).items()
+        if name in parameters and count == tensors[name].numel() and not matches(name, settings.may_lack)
+    }
 
 
 def _send_through_loader(learned: LearnedLoader) -> None:

@@ -16,7 +16,7 @@ from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver.assembly import DigestPlan, Prewarmed
 from deltarefit.receiver.guard import layout_of
-from deltarefit.receiver.prewarm import prewarm_model
+from deltarefit.receiver.prewarm import prewarm_after_load, prewarm_model
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
@@ -72,7 +72,7 @@ class RankReceiver:
         known = self._prewarmed
         if known is None or known.catalog != catalog or self._stale(known):
             self._prewarmed, self._plan, self._path = None, None, None
-            known = prewarm_model(self._model, self._load_weights, catalog, self._settings)
+            known = self._learn(catalog)
             self._path = LoaderPath(
                 self._load_weights,
                 known.storages,
@@ -83,6 +83,11 @@ class RankReceiver:
             )
             self._prewarmed = known
         return known.report
+
+    def _learn(self, catalog: Catalog) -> Prewarmed:
+        if self._after_load is not None:
+            return prewarm_after_load(self._model, self._after_load, catalog, self._settings)
+        return prewarm_model(self._model, self._load_weights, catalog, self._settings)
 
     def prepare(self, plan: RefitPlan) -> None:
         """Fix the plan of the next attempt.
@@ -150,6 +155,8 @@ class RankReceiver:
                 torch.cuda.synchronize(device)
         for copy in known.kept.values():
             copy.require_whole()
+        for unit in known.reruns:
+            unit.finish()
         if moved := self._moved(known):
             raise LoaderContractError(
                 f"storage of {', '.join(moved[:3])} was moved or replaced since prewarm; run prewarm again"
@@ -174,6 +181,10 @@ class RankReceiver:
             shown = copy.digest(self._load_weights, known.storages)
             if shown is not None:
                 result[name] = RankDigest("whole", copy.spec.num_elements, shown.lane0, shown.lane1)
+        for unit in known.reruns:
+            for name, sent in unit.whole.items():
+                if (shown := unit.digest(name)) is not None:
+                    result[name] = RankDigest("whole", sent.spec.num_elements, shown.lane0, shown.lane1)
         return result
 
     def residue(self) -> dict[str, TensorDigest]:
@@ -183,13 +194,16 @@ class RankReceiver:
     def drift(self) -> tuple[str, ...]:
         """Storages of which bytes that no canonical tensor reaches have changed since prewarm, by their first tensor's name."""
         known = self._known()
-        return tuple(name for name, digest in known.residue().items() if digest != known.residue_at_start[name])
+        rest = tuple(name for name, digest in known.residue().items() if digest != known.residue_at_start[name])
+        return rest + tuple(path for unit in known.reruns for path in unit.drifted() if path not in rest)
 
     def _begin(self, attempt: str, known: Prewarmed) -> None:
         """Parts of tensors that an earlier attempt left waiting count no longer."""
         self._attempt = attempt
         for copy in known.kept.values():
             copy.begin()
+        for unit in known.reruns:
+            unit.begin()
 
     def stale(self) -> str:
         """What has changed since prewarm so that it must be run again, in words; empty if nothing has, or before any."""
@@ -213,9 +227,10 @@ class RankReceiver:
 
     def _moved(self, known: Prewarmed) -> list[str]:
         now = layout_of(self._model)
+        derived = known.derived.moved()
         if now == known.layout:
-            return []
-        return sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
+            return derived
+        return derived + sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
 
     def _apply_item(self, item: CodedItem, known: Prewarmed) -> int:
         name = item.spec.name
@@ -224,6 +239,10 @@ class RankReceiver:
             return 0
         if self._path is None:
             raise RejectedError("receiver: run prewarm first")
+        if (unit := known.rerun_of(name)) is not None:
+            unit.is_touched = True
+            if name in unit.whole:
+                return unit.whole[name].take(item)
         if name in known.kept:
             return known.kept[name].apply(item, self._path)
         if route.kind == "pieces" and self._settings.path is ApplyPath.COMPILED:

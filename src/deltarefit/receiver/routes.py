@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +29,15 @@ __all__ = [
 ]
 
 _ALL = (int(Encoding.DIFFERENCE), int(Encoding.XOR), int(Encoding.OVERWRITE))
+_BITWISE = (int(Encoding.XOR), int(Encoding.OVERWRITE))
 _OVERWRITE_ONLY = (int(Encoding.OVERWRITE),)
 _FILL = "\0constant of "
 _MAX_REPLICA_PIECES = 512
 """Above this many pieces that share elements, no digest is kept: finding replicas compares all pairs."""
+
+
+_Copy = tuple[int, tuple[Piece, ...]]
+"""Number of the home, and pieces of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class HeldPieces:
 
     primary: tuple[tuple[int, Piece], ...]
     """(number of the home, piece); disjoint in the canonical tensor."""
-    replicas: tuple[tuple[tuple[int, Piece], tuple[int, Piece]], ...]
+    replicas: tuple[tuple[_Copy, _Copy], ...]
     """Pairs of a further copy and the primary one of the same elements."""
     coverage: str
     num_elements: int
@@ -49,10 +54,10 @@ class HeldPieces:
 
 def held_pieces(homes: Iterable[Home]) -> HeldPieces | None:
     """Sort pieces into first and further homes; None if they share elements in part only."""
-    pieces = [(number, piece) for number, home in enumerate(homes) for piece in home.pieces]
+    pieces = [(number, piece) for number, home in enumerate(homes) for piece in home.element_pieces]
     claims = [Claim(str(place), "", piece.canonical, 1) for place, (_, piece) in enumerate(pieces)]
     primary = pieces
-    replicas: list[tuple[tuple[int, Piece], tuple[int, Piece]]] = []
+    replicas: list[tuple[_Copy, _Copy]] = []
     if len(pieces) > 1 and colliding(claims):
         if len(pieces) > _MAX_REPLICA_PIECES:
             return None
@@ -63,12 +68,30 @@ def held_pieces(homes: Iterable[Home]) -> HeldPieces | None:
             if first is entry:
                 primary.append(entry)
             else:
-                replicas.append((entry, first))
+                replicas.append(((entry[0], (entry[1],)), (first[0], (first[1],))))
         if colliding(Claim(str(place), "", piece.canonical, 1) for place, (_, piece) in enumerate(primary)):
             return None
     views = sorted((piece.canonical for _, piece in primary), key=lambda view: (view.offset, view.shape, view.stride))
     key = view_key(*_joined(views))
     return HeldPieces(tuple(primary), tuple(replicas), key, sum(piece.num_elements for _, piece in primary))
+
+
+def held_homes(homes: Sequence[Home]) -> HeldPieces | None:
+    """The same where whole homes hold the same elements, whatever pieces each is made of; None if they do so in part only."""
+    primary: list[tuple[int, Piece]] = []
+    replicas: list[tuple[_Copy, _Copy]] = []
+    first_of: dict[tuple[StridedView, ...], int] = {}
+    for number, home in enumerate(homes):
+        first = first_of.setdefault(home.elements, number)
+        if first == number:
+            primary += [(number, piece) for piece in home.element_pieces]
+        else:
+            replicas.append(((number, home.element_pieces), (first, homes[first].element_pieces)))
+    views = [view for elements in first_of for view in elements]
+    if () in first_of or colliding(Claim(str(place), "", view, 1) for place, view in enumerate(views)):
+        return None
+    key = view_key(*_joined(sorted(views, key=lambda view: (view.offset, view.shape, view.stride))))
+    return HeldPieces(tuple(primary), tuple(replicas), key, sum(view.num_elements for view in views))
 
 
 def view_key(*views: StridedView) -> str:
@@ -89,20 +112,26 @@ def _joined(views: list[StridedView]) -> list[StridedView]:
     return joined
 
 
-def pieces_route(homes: tuple[Home, ...], held: HeldPieces | None, *, is_alias: bool, has_low_bits: bool) -> TensorRoute:
-    """The route of a tensor that goes straight to storage."""
+def pieces_route(
+    homes: tuple[Home, ...], held: HeldPieces | None, *, is_alias: bool, has_low_bits: bool, derives: str = ""
+) -> TensorRoute:
+    """The route of a tensor that goes straight to storage. ``derives``: what post-load computes from it, in words."""
     casts = {piece.cast for home in homes for piece in home.pieces}
     reason = ""
+    encodings: tuple[int, ...] = _ALL
+    if any(home.bits for home in homes):
+        reason, encodings = "post-load cuts or flips its elements; no differences", _BITWISE
     if is_alias:
         reason = "shares its storage with another tensor; overwrites only"
     elif has_low_bits:
         reason = "resident values have more bits than the canonical dtype; overwrites only"
     return TensorRoute(
         kind="pieces",
-        encodings=_OVERWRITE_ONLY if reason else _ALL,
+        encodings=_OVERWRITE_ONLY if is_alias or has_low_bits else encodings,
         cast="widen" if Cast.WIDEN in casts else "same",
-        reason=reason,
-        num_elements=sum(p.num_elements for h in homes for p in h.pieces) if held is None else held.num_elements,
+        reason="; ".join(part for part in (reason, derives) if part),
+        is_rerun=bool(derives),
+        num_elements=sum(p.num_elements for h in homes for p in h.element_pieces) if held is None else held.num_elements,
         num_pieces=sum(len(home.pieces) for home in homes),
         coverage="" if held is None or has_low_bits else held.coverage,
     )

@@ -39,6 +39,12 @@ class ReceiverSettings:
     """A model up to this size is copied for the time of prewarm, so that a loader that writes behind the hook does no harm."""
     keep_nbytes: int = 64 * 2**20
     """Canonical copies kept of tensors whose values the loader computes, all together at most (``kept``)."""
+    may_ignore: tuple[str, ...] = ()
+    """Patterns of canonical tensors that the engine's post-load step is known to drop. Others that leave no trace are refused:
+    their bits may be hidden where no refit reaches."""
+    dense_nbytes: int = 64 * 2**20
+    """Canonical bytes, all together at most, of tensors that are sent whole at each refit because post-load leaves nothing of
+    them that could be changed in place. 0 refuses such layers."""
     torch_writes: bool = False
     """Write host memory with torch operations too, as memory of an accelerator is. For tests."""
 
@@ -47,5 +53,5 @@ class ReceiverSettings:
         return self.layout_tag if isinstance(self.layout_tag, str) else self.layout_tag()
 
     def __post_init__(self) -> None:
-        if min(self.cross_check, self.snapshot_nbytes, self.keep_nbytes) < 0:
+        if min(self.cross_check, self.snapshot_nbytes, self.keep_nbytes, self.dense_nbytes) < 0:
             raise RejectedError(f"receiver settings: counts and sizes must not be negative, got {self}")

@@ -16,6 +16,7 @@ from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces
 from deltarefit.placement.locate import locate
 from deltarefit.placement.overlap import Claim, colliding
 from deltarefit.placement.run import Home
+from deltarefit.receiver.bit_writers import BitTarget
 from deltarefit.records import CodedItem, Encoding
 
 __all__ = ["HostTarget", "TorchTarget", "WordsTarget", "targets_of"]
@@ -109,13 +110,16 @@ class TorchTarget:
         return words
 
 
-WordsTarget = HostTarget | TorchTarget
+WordsTarget = HostTarget | TorchTarget | BitTarget
 
 
 def targets_of(spec: TensorSpec, homes: Sequence[Home], *, torch_writes: bool) -> tuple[WordsTarget, ...]:
     """Targets for one canonical tensor. Pieces that hold the same flat indices end up in different targets."""
     targets: list[WordsTarget] = []
     for home in homes:
+        if home.bits:
+            targets.append(bit_target(spec, home))
+            continue
         flat = home.storage.words(home.width)
         on_host = home.storage.device.type == "cpu" and not torch_writes
         words = flat.numpy().view(WORDS[home.width]) if on_host else None
@@ -126,6 +130,11 @@ def targets_of(spec: TensorSpec, homes: Sequence[Home], *, torch_writes: bool) -
                 bound = kernels.BoundPieces(words, group, spec)
                 targets.append(HostTarget(home.storage.key, words, group, bound))
     return tuple(targets)
+
+
+def bit_target(spec: TensorSpec, home: Home) -> BitTarget:
+    """The target of a home that counts in granules; for reading and for writing."""
+    return BitTarget(home.storage.key, spec, home.storage.words(1), home.pieces, home.bits, home.flip)
 
 
 def target_of_piece(home: Home, *, torch_writes: bool) -> WordsTarget:
