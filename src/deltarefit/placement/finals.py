@@ -59,17 +59,36 @@ class UnitMap:
 
 
 @dataclass(slots=True, eq=False)
+class _Final:
+    """One storage after post-load."""
+
+    bits: int
+    """Size of its granules: as small as was probed, or as large as all of it hangs together."""
+    ids: Ids
+    """Number of the source granule per granule, from 1; 0 for none."""
+    before: NDArray[Any]
+    """Granules after a load of zeros."""
+    wrong: _Mask
+    """Granules that are not what their numbers foretell."""
+
+    def computed(self) -> _Mask:
+        """Per byte, whether post-load computes it. Where anything is computed, bytes that look constant count as computed."""
+        mask = _bytewise(self.wrong, self.bits)
+        if mask.any():
+            mask |= _bytewise(self.ids == 0, self.bits)
+        return mask
+
+
+@dataclass(slots=True, eq=False)
 class _Level:
     """What one granule size showed."""
 
     bits: int
-    constants: Outputs
-    ids: dict[str, Ids]
-    """Number of the source granule per final granule, from 1; 0 for none."""
+    finals: dict[str, _Final]
     recomputed: dict[str, _Mask]
     """Per byte."""
     reached: _Mask
-    """Per source granule."""
+    """Per source byte."""
     varies: set[str]
 
 
@@ -155,10 +174,24 @@ class _Learning:
     # --- one granule size -----------------------------------------------------------------------------------------
 
     def _level(self, bits: int, constants: Outputs) -> _Level:
+        finals = {path: self._joined(ids, bits, constants[path]) for path, ids in self._numbers(bits, constants).items()}
+        varies = self._check(finals)
+        recomputed = {path: final.computed() for path, final in finals.items()}
+        masks = {size: np.zeros(self._nbytes * 8 // size + 1, bool) for size in {final.bits for final in finals.values()}}
+        for path, final in finals.items():
+            final.ids[_granulewise(recomputed[path], final.bits)] = 0
+            masks[final.bits][final.ids] = True
+        reached = np.zeros(self._nbytes, bool)
+        for size, mask in masks.items():
+            reached |= _all_of_byte(mask[1:], size)
+        return _Level(bits, finals, recomputed, reached, varies)
+
+    def _numbers(self, bits: int, constants: Outputs) -> dict[str, Ids]:
+        """Per path the number of the source granule per granule, from 1; 0 where digits made no sense, or none."""
         count = self._nbytes * 8 // bits
         width: Any = np.dtype(np.int32 if count < 2**31 - 1 else np.int64)
         numbers: Ids = np.arange(1, count + 1, dtype=width)
-        before = {path: granules_of_bytes(raw, min(bits, 8)) for path, raw in constants.items()}
+        before = {path: granules_of_bytes(raw, bits) for path, raw in constants.items()}
         ids: dict[str, Ids] = {path: np.zeros(granules.size, width) for path, granules in before.items()}
         for digit in range(-(-count.bit_length() // bits)):
             spelt = ((numbers >> (bits * digit)) & ((1 << bits) - 1)).astype(np.uint8)
@@ -166,49 +199,56 @@ class _Learning:
             _require_same(constants, outputs)
             for path, raw in outputs.items():
                 ids[path] |= (granules_of_bytes(raw, bits) ^ before[path]).astype(width) << (bits * digit)
-        wrong = {path: (array < 0) | (array > count) for path, array in ids.items()}
-        for path, array in ids.items():
-            array[wrong[path]] = 0
-        varies = self._check(bits, before, ids, wrong)
-        recomputed = {path: _bytewise(mask, bits) for path, mask in wrong.items()}
-        reached = np.zeros(count + 1, bool)
-        for path, array in ids.items():
-            self._distrust(array, recomputed, path, bits)
-            reached[array] = True
-        return _Level(bits, constants, ids, recomputed, reached[1:], varies)
+        for array in ids.values():
+            array[(array < 0) | (array > count)] = 0
+        return ids
 
-    def _check(self, bits: int, before: Outputs, ids: Mapping[str, Ids], wrong: Mapping[str, _Mask]) -> set[str]:
+    def _joined(self, ids: Ids, bits: int, constants: RawBytes) -> _Final:
+        """A storage in the largest granules, up to an element of every tensor, whose parts lie side by side all over it."""
+        widest = min((spec.element_nbytes * 8 for spec in self._specs), default=bits)
+        while bits < widest:
+            ratio = {1: 4}.get(bits, 2)
+            if ids.size % ratio:
+                break
+            rows = ids.reshape(-1, ratio)
+            first = rows[:, :1]
+            is_none = (rows == 0).all(axis=1)
+            if not (
+                is_none | ((first[:, 0] % ratio == 1) & (rows == first + np.arange(ratio, dtype=ids.dtype)).all(axis=1))
+            ).all():
+                break
+            ids = np.where(is_none, ids.dtype.type(0), (rows[:, 0] - 1) // ratio + 1)
+            bits *= ratio
+        return _Final(bits, ids, granules_of_bytes(constants, bits), np.zeros(ids.size, bool))
+
+    def _check(self, finals: Mapping[str, _Final]) -> set[str]:
         """Random loads must leave what the numbers foretell. Returns the storages that any load changed."""
         generator = np.random.default_rng(self._seed)
-        varies = {path for path, array in ids.items() if array.any() or wrong[path].any()}
+        varies = {path for path, final in finals.items() if final.ids.any()}
+        sizes = {path: final.before.nbytes * final.bits // (8 * final.before.itemsize) for path, final in finals.items()}
         for turn in range(self._verify + _ORDINARY_PASSES):
             stream, computed = self._random(generator, turn)
             outputs = self._run(stream, computed)
-            _require_same(before, outputs, per_byte=8 // bits)
-            source = np.concatenate([np.zeros(1, np.uint8), granules_of_bytes(stream, bits)])
-            for path, raw in outputs.items():
-                differs = granules_of_bytes(raw, bits) != (source[ids[path]] ^ before[path])
+            _require_sizes(sizes, outputs)
+            sources: dict[int, NDArray[Any]] = {}
+            for path, final in finals.items():
+                if final.bits not in sources:
+                    granules = granules_of_bytes(stream, final.bits)
+                    sources[final.bits] = np.concatenate([np.zeros(1, granules.dtype), granules])
+                expected = sources[final.bits][final.ids] ^ final.before
+                differs = granules_of_bytes(outputs[path], final.bits) != expected
                 if differs.any():
                     varies.add(path)
-                    np.logical_or(wrong[path], differs, out=wrong[path])
+                    final.wrong |= differs
         return varies
-
-    @staticmethod
-    def _distrust(ids: Ids, recomputed: Mapping[str, _Mask], path: str, bits: int) -> None:
-        """In a storage where anything is computed, bytes that look constant count as computed too."""
-        mask = recomputed[path]
-        if not mask.any():
-            return
-        mask |= _bytewise(ids == 0, bits)
-        ids[np.repeat(mask, 8 // bits)] = 0
 
     # --- what it means --------------------------------------------------------------------------------------------
 
     def _sort(self, level: _Level, expected: _Mask, result: UnitMap) -> None:
         result.bits = level.bits
-        result.nbytes = {path: int(level.constants[path].size) for path in level.varies}
+        result.nbytes = {path: int(level.recomputed[path].size) for path in level.varies}
         result.recomputed = {path: _ranges(mask) for path, mask in level.recomputed.items() if mask.any()}
-        reached = _all_of_byte(level.reached, level.bits) | ~expected
+        reached = level.reached | ~expected
         missing: dict[str, str] = {}
         for spec, start in zip(self._specs, self._starts, strict=False):
             count = spec.nbytes - int(reached[start : start + spec.nbytes].sum())
@@ -227,7 +267,7 @@ class _Learning:
     def _without_unseen(self, level: _Level, expected: _Mask) -> _Mask:
         """The expected bytes without tensors that show nowhere: finer granules would not show them either."""
         wanted = expected.copy()
-        reached = _all_of_byte(level.reached, level.bits) | ~expected
+        reached = level.reached | ~expected
         for spec, start in zip(self._specs, self._starts, strict=False):
             mine = slice(start, start + spec.nbytes)
             if not reached[mine].all() and not self._differing(spec.name):
@@ -256,26 +296,32 @@ class _Learning:
     def _homes(self, level: _Level, missing: Mapping[str, str]) -> tuple[dict[str, tuple[BitHome, ...]], dict[str, str]]:
         homes: dict[str, list[BitHome]] = {}
         tangled: dict[str, str] = {}
-        starts = self._starts * 8 // level.bits
-        for path, array in level.ids.items():
-            positions = np.flatnonzero(array)
-            if not positions.size:
-                continue
-            numbers = array[positions].astype(np.int64) - 1
-            order = np.argsort(numbers, kind="stable")
-            numbers, positions = numbers[order], positions[order]
+        for path, final in level.finals.items():
+            starts = self._starts * 8 // final.bits
+            numbers, positions = _inverse(final.ids, int(starts[-1]))
             bounds = np.searchsorted(numbers, starts)
-            flips = granules_of_bytes(level.constants[path], level.bits)
             for spec, start, low, high in zip(self._specs, starts, bounds, bounds[1:], strict=False):
                 if low == high or spec.name in missing or spec.name in tangled:
                     continue
                 pairs = _Pairs(numbers[low:high] - int(start), positions[low:high])
-                found = _fit(spec, path, pairs, flips, level.bits)
+                found = _fit(spec, path, pairs, final.before, final.bits)
                 if isinstance(found, str):
                     tangled[spec.name] = found
                 else:
                     homes.setdefault(spec.name, []).extend(found)
         return {name: tuple(found) for name, found in homes.items() if name not in tangled}, tangled
+
+
+def _inverse(ids: Ids, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs of a source granule, from 0, and its final granule; source granules ascending, once for each copy."""
+    positions = np.flatnonzero(ids)
+    final = np.full(count + 1, -1, np.int64)
+    final[ids[positions]] = positions
+    numbers = np.flatnonzero(final >= 0)
+    if numbers.size == positions.size:
+        return numbers - 1, final[numbers]
+    order = np.argsort(ids[positions], kind="stable")  # some have several copies
+    return ids[positions][order].astype(np.int64) - 1, positions[order]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,7 +332,7 @@ class _Pairs:
     final: NDArray[np.int64]
 
 
-def _fit(spec: TensorSpec, path: str, pairs: _Pairs, flips: RawBytes, bits: int) -> list[BitHome] | str:
+def _fit(spec: TensorSpec, path: str, pairs: _Pairs, flips: NDArray[Any], bits: int) -> list[BitHome] | str:
     found: list[BitHome] = []
     for copy in _copies(pairs):
         constants = np.unique(flips[copy.final])
@@ -341,27 +387,36 @@ def _coarsened(pairs: _Pairs, bits: int, element_bits: int) -> tuple[_Pairs, int
     return pairs, size
 
 
-def _require_same(first: Outputs, second: Outputs, *, per_byte: int = 1) -> None:
-    left = {path: raw.size for path, raw in first.items()}
-    right = {path: raw.size * per_byte for path, raw in second.items()}
-    if left != right:
-        differing = sorted(path for path in {*left, *right} if left.get(path) != right.get(path))
+def _require_same(first: Outputs, second: Outputs) -> None:
+    _require_sizes({path: raw.size for path, raw in first.items()}, second)
+
+
+def _require_sizes(sizes: Mapping[str, int], outputs: Outputs) -> None:
+    found = {path: raw.size for path, raw in outputs.items()}
+    if sizes != found:
+        differing = sorted(path for path in {*sizes, *found} if sizes.get(path) != found.get(path))
         raise RejectedError(f"post-load leaves other tensors from one load to the next, first {differing[:3]}")
 
 
 def _bytewise(granules: _Mask, bits: int) -> _Mask:
     """Per byte, whether any of its granules is marked; a copy."""
-    return granules.copy() if bits == 8 else np.asarray(granules.reshape(-1, 8 // bits).any(axis=1))
+    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).any(axis=1))
+
+
+def _granulewise(mask: _Mask, bits: int) -> _Mask:
+    """Per granule, whether any of its bytes is marked."""
+    return np.asarray(mask.reshape(-1, bits // 8).any(axis=1)) if bits >= 8 else np.repeat(mask, 8 // bits)
 
 
 def _all_of_byte(granules: _Mask, bits: int) -> _Mask:
-    return granules if bits == 8 else np.asarray(granules.reshape(-1, 8 // bits).all(axis=1))
+    """Per byte, whether all of it is marked."""
+    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).all(axis=1))
 
 
 def _share(level: _Level, expected: _Mask) -> float:
     """Part of the loaded source bytes that were found again whole."""
     wanted = int(expected.sum())
-    return 1.0 if not wanted else int((_all_of_byte(level.reached, level.bits) & expected).sum()) / wanted
+    return 1.0 if not wanted else int((level.reached & expected).sum()) / wanted
 
 
 def _ranges(mask: _Mask) -> NDArray[np.int64]:
