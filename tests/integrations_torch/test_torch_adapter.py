@@ -8,11 +8,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from deltarefit import kernels  # noqa: E402
-from deltarefit.bits import logical_words  # noqa: E402
+from deltarefit.bits import DTYPES, logical_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
+from deltarefit.ids import EncodingMode  # noqa: E402
 from deltarefit.integrations.torch import torch_adapter  # noqa: E402
 from deltarefit.integrations.torch.local import clean_name, host_copy  # noqa: E402
-from deltarefit.pieces import merge_pieces  # noqa: E402
+from deltarefit.pieces import Piece, merge_pieces, whole  # noqa: E402
+from deltarefit.plan import RefitPlan  # noqa: E402
+from deltarefit.records import Encoding  # noqa: E402
+from deltarefit.source import LocalCollective, SourceSettings, open_source  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -167,3 +171,30 @@ def test_shards_on_an_accelerator_are_copied_to_the_host():
     words = host_copy(part)
     assert np.array_equal(words, logical_words(part))
     assert not np.shares_memory(words, logical_words(part))
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_32_bit_parameters_are_refitted_in_16_wherever_they_are(device):
+    """From pinned copies where that is an accelerator."""
+    model = Small().to(device)
+    source = open_source(torch_adapter(model, dtype=torch.bfloat16), LocalCollective(), SourceSettings())
+    held = {}
+    for tracker in source.owner.baseline.trackers:
+        held[tracker.task.spec.name] = np.concatenate([np.empty(0, tracker.task.spec.word_dtype), *tracker.words])
+    plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
+    for mode in EncodingMode:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        source.adapter.barrier()
+        for bucket in source.owner.build(plan, mode):
+            for item in bucket.items:
+                view = whole(item.spec.shape)
+                kernels.apply_item(held[item.spec.name], [Piece(view, view)], item)
+        source.owner.commit()
+        floats = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        for name, spec in source.catalog.items():
+            assert np.array_equal(held[name], logical_words(floats[name].to(DTYPES[spec.dtype]))), name

@@ -1,5 +1,6 @@
 """What owners find, send, commit and refuse, down to the bit."""
 
+import gc
 import os
 import threading
 import tracemalloc
@@ -373,6 +374,40 @@ def test_threads_are_one_per_core_that_the_process_may_use():
 
 
 # --- baseline memory ---
+
+
+def test_one_change_in_each_of_1152_tiny_tensors_is_one_bucket():
+    """Case C121: 3 layers of what a mixture of 48 layers, 128 experts and 3 projections has; cost follows bytes, not names."""
+    arena = np.zeros(1152 * 4, "<u2")
+    tensors = [spec(f"layers.{n // 384}.experts.{n % 384 // 3}.{'gud'[n % 3]}", (2, 2)) for n in range(1152)]
+    tasks = [whole_task(tensor, arena[4 * n : 4 * n + 4]) for n, tensor in enumerate(tensors)]
+    owner = Owner(OwnerId(0), tasks, SourceSettings())
+    arena[2::4] += 1
+    (bucket,) = owner.build(plan_for(*tensors), MIXED)
+    assert (len(bucket.items), owner.stats.num_changed, owner.stats.num_buckets) == (1152, 1152, 1)
+    held = {tensor.name: np.zeros(4, "<u2") for tensor in tensors}
+    apply_buckets([bucket], held)
+    assert all(words.tolist() == [0, 0, 1, 0] for words in held.values())
+
+
+def test_memory_does_not_grow_from_refit_to_refit():
+    """Case C120."""
+    tensors, words, owner = layered_owner(scan_threads=1, chunk_nbytes=300, bucket_nbytes=700)
+    plan = plan_for(*tensors)
+    sizes = {}
+    tracemalloc.start()
+    try:
+        for turn in range(30):
+            touch(words, seed=turn)
+            for _ in owner.build(plan, MIXED):
+                pass
+            owner.commit()
+            if turn in (5, 29):
+                gc.collect()
+                sizes[turn] = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert sizes[29] - sizes[5] < 8192, sizes
 
 
 def test_building_and_committing_add_buffers_of_chunks_and_no_second_copy():
