@@ -489,6 +489,18 @@ def succeed(pair, monkeypatch):
     assert_nothing_else_is_kept(pair.run)
 
 
+def test_what_only_mattered_during_an_attempt_is_not_retained(pair):
+    publisher = pair.publisher(settings=KEEPING)
+    refits(pair, publisher, 1)
+    store, link = store_of(pair.run), record(pair.run).links[0]
+    store.put(keys.halt(link.attempt), b"")
+    store.put(keys.progress(link.attempt, "owner-0"), b"far")
+    control = control_plane(store, SystemClock(), RandomIds())
+    sweep(store, control, epoch=record(pair.run).epoch, gone=())
+    assert_nothing_else_is_kept(pair.run)
+    assert assert_chains_are_whole(pair.run) == 1
+
+
 def test_a_holder_that_was_replaced_while_it_swept_removes_nothing(pair):
     publisher = pair.publisher(settings=KEEPING)
     refits(pair, publisher, 2)

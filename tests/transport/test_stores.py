@@ -111,6 +111,8 @@ def test_listing_is_sorted_and_of_whole_segments(store):
     for key in ("d/b", "d/a/x", "d/a.b", "dd/k"):
         store.put(key, b"12")
     assert [info.key for info in store.listing("d")] == ["d/a.b", "d/a/x", "d/b"]
+    assert store.children("d") == ["d/a.b", "d/a/", "d/b"]
+    assert store.children("nothing/here") == []
     assert store.listing("nothing/here") == []
     assert store.head("d/b").nbytes == 2
     assert store.head("d/c") is None

@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str]) -> int:
-    """Delete leftovers; returns how many objects were removed. A failure is logged: the next sweep goes on.
+    """Delete leftovers; returns how many attempts and objects were removed. A failure is logged: the next sweep goes on.
 
     Args:
         store: the run.

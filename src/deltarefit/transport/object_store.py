@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from deltarefit.errors import PayloadInvalidError
@@ -120,17 +120,21 @@ def read_manifest(store: RunStore, attempt: AttemptId) -> Manifest:
     return Manifest.merge(attempt, parts)
 
 
-def sweep_attempts(store: RunStore, *, keep: Callable[[], Collection[AttemptId]]) -> int:
+def sweep_attempts(store: RunStore, *, keep: Callable[[], Sequence[AttemptId]]) -> int:
     """Remove every attempt's objects but those to keep: what killed owners left behind (checklist D41), and old links.
 
     ``keep`` is asked after the listing, so that what others begin or commit meanwhile is not touched: whatever was not there
-    when the objects were listed stays. Of attempts to keep, what only mattered while they were under way is removed. Returns
-    how many objects were listed and removed. Ended in the middle, it leaves what the next call removes.
+    when the attempts were listed stays. Of the last one to keep, what only mattered while it was under way is removed. Returns
+    how many attempts were removed. Ended in the middle, it leaves what the next call removes.
     """
-    found = [(attempt, info.key) for info in store.listing(keys.ATTEMPTS) if (attempt := keys.attempt_of(info.key))]
-    kept = frozenset(keep())
-    for attempt in sorted({attempt for attempt, _ in found} - kept):
+    found = {attempt for key in store.children(keys.ATTEMPTS) if (attempt := keys.attempt_of(key)) is not None}
+    kept = keep()
+    removed = sorted(found - set(kept))
+    for attempt in removed:
         store.delete_prefix(keys.attempt_prefix(attempt))
-    strays = [key for attempt, key in found if attempt in kept and not keys.is_link(key)]
-    store.delete(strays)
-    return len(strays) + sum(attempt not in kept for attempt, _ in found)
+    for attempt in kept[-1:]:
+        strays = [key for key in store.children(keys.attempt_prefix(attempt)) if not keys.is_link(key)]
+        store.delete(key for key in strays if not key.endswith("/"))
+        for prefix in (key for key in strays if key.endswith("/")):
+            store.delete_prefix(prefix.removesuffix("/"))
+    return len(removed)

@@ -156,6 +156,10 @@ class RunStore:
         """All objects under ``prefix/``, sorted by key; empty if there are none."""
         return self._repeat(f"list {prefix}/", lambda: self._list_once(prefix))
 
+    def children(self, prefix: str) -> list[str]:
+        """What lies directly under ``prefix/``, sorted: keys of objects, and prefixes of others, which end in a slash."""
+        return self._repeat(f"list {prefix}/", lambda: self._children_once(prefix))
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are fine."""
         listed = list(keys)
@@ -205,6 +209,10 @@ class RunStore:
                     "is something else kept under this URL? Give each run a URL of its own"
                 )
         return sorted(found, key=lambda info: info.key)
+
+    def _children_once(self, prefix: str) -> list[str]:
+        found = obstore.list_with_delimiter(self.backend, prefix)
+        return sorted([*(f"{one}/" for one in found["common_prefixes"]), *(meta["path"] for meta in found["objects"])])
 
     def _delete_once(self, batch: list[str]) -> None:
         with contextlib.suppress(foreign.NotFoundError, FileNotFoundError):
