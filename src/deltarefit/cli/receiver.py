@@ -18,17 +18,28 @@ from deltarefit.cli._output import emit, fail_check, guarded, json_option
 
 __all__ = ["receiver"]
 
+_IN_FLIGHT: Mapping[str, tuple[str, ...]] = {"vllm": ("wait", "keep", "abort"), "sglang": ("retract", "abort", "in_place")}
+"""What each engine can do with running requests, its default first."""
+_ASK_S = 30.0
+
 
 @click.group(invoke_without_command=True)
 @click.option("--run", "run", help="The run's URL, as the trainer names it.")
 @click.option("--engine", "engine", help="The server's address on this node, such as http://127.0.0.1:8000.")
 @click.option("--name", default=None, help="The receiver's name in reports; default: a fresh one.")
 @click.option(
-    "--in-flight",
-    type=click.Choice(["wait", "keep", "abort"]),
-    default="wait",
+    "--kind",
+    type=click.Choice(["auto", *_IN_FLIGHT]),
+    default="auto",
     show_default=True,
-    help="What becomes of running requests when a refit begins.",
+    help="Which server it is; auto asks it.",
+)
+@click.option(
+    "--in-flight",
+    type=click.Choice(sorted({mode for modes in _IN_FLIGHT.values() for mode in modes})),
+    default=None,
+    help="What becomes of running requests when a refit begins. vLLM: wait (default), keep, abort. SGLang: retract (default), "
+    "abort, in_place.",
 )
 @click.option(
     "--key-file",
@@ -47,39 +58,65 @@ def receiver(
     run: str | None,
     engine: str | None,
     name: str | None,
-    in_flight: str,
+    kind: str,
+    in_flight: str | None,
     key_file: Path | None,
     verify_writes: bool,
     keep_drafts: bool,
     lease_s: float,
 ) -> None:
-    """Keep a running vLLM server at a run's committed policy version, until interrupted.
+    """Keep a running vLLM or SGLang server at a run's committed policy version, until interrupted.
 
-    Start the server with --weight-transfer-config '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1, from the checkpoint
-    that the trainer started from, or from a later one.
+    Start the server from the checkpoint that the trainer started from, or from a later one. vLLM: with --weight-transfer-config
+    '{"backend": "deltarefit"}' and VLLM_SERVER_DEV_MODE=1. SGLang: with --custom-weight-loader
+    deltarefit.integrations.sglang.receive.
     """
     if context.invoked_subcommand is not None:
         return
     if run is None or engine is None:
         raise click.UsageError("--run and --engine are needed")
-    options = {
-        "in_flight": in_flight,
-        "key_file": key_file,
-        "verify_writes": verify_writes,
-        "refit_drafts": not keep_drafts,
-    }
-    _keep(run, engine, name, options, lease_s)
+    options = {"key_file": key_file, "verify_writes": verify_writes}
+    _keep(run, _driver(engine, kind, in_flight, options, keep_drafts=keep_drafts), engine, name, lease_s)
 
 
-def _keep(run: str, engine: str, name: str | None, options: Mapping[str, Any], lease_s: float) -> None:
+def _driver(engine: str, kind: str, in_flight: str | None, options: Mapping[str, Any], *, keep_drafts: bool) -> Any:
     import importlib
 
+    from deltarefit.errors import RejectedError
+
+    found = _kind_of(engine) if kind == "auto" else kind
+    modes = _IN_FLIGHT[found]
+    chosen = in_flight if in_flight is not None else modes[0]
+    if chosen not in modes:
+        raise RejectedError(f"--in-flight {chosen} with a {found} server: expected one of {', '.join(modes)}")
+    room: Any = importlib.import_module(f"deltarefit.integrations.{found}")
+    if found == "sglang":
+        return room.SglangEngine(engine, in_flight=chosen, **options)
+    return room.VllmEngine(engine, in_flight=chosen, refit_drafts=not keep_drafts, **options)
+
+
+def _kind_of(engine: str) -> str:
+    """Only SGLang's servers have this route."""
+    import importlib
+
+    from deltarefit.errors import RejectedError
+
+    server: Any = importlib.import_module("deltarefit.integrations.exchange").JsonServer(
+        engine, timeout_s=_ASK_S, if_missing="it is no SGLang server"
+    )
+    try:
+        server.ask("GET", "/model_info")
+    except RejectedError:
+        return "vllm"
+    return "sglang"
+
+
+def _keep(run: str, driver: Any, engine: str, name: str | None, lease_s: float) -> None:
     from deltarefit.runtime.clock import SystemClock
     from deltarefit.runtime.receiver_agent import Receiver
     from deltarefit.runtime.settings import ReceiverAgentSettings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    driver: Any = importlib.import_module("deltarefit.integrations.vllm").VllmEngine(engine, **options)
     agent = Receiver(driver, run=run, name=name, settings=ReceiverAgentSettings(lease_s=lease_s))
     click.echo(f"receiver {agent.name} for {engine}, run {run}", err=True)
     stopping = False

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
+from deltarefit.placement.inputs import LoadWeights
+from deltarefit.receiver import RankReceiver, ReceiverSettings
 from deltarefit.source import Collective, JointAdapter, SourceAdapter
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "catalog_of_checkpoint",
     "catalog_of_config",
     "engine_integration",
+    "rank_receiver",
     "set_options",
     "source_adapter",
     "source_integration",
@@ -52,9 +55,19 @@ def engine_integration(target: Any) -> ModuleType:
         if root in _ENGINES:
             return _integration(_ENGINES[root])
     raise RejectedError(
-        f"Receiver.attach got a {type(target).__module__}.{type(target).__qualname__}: expected a vLLM engine, or any torch "
-        "module together with its loader: Receiver.attach(model, load_weights=model.load_weights, run=...)"
+        f"Receiver.attach got a {type(target).__module__}.{type(target).__qualname__}: expected a vLLM or SGLang engine, or "
+        "any torch module together with its loader: Receiver.attach(model, load_weights=model.load_weights, run=...)"
     )
+
+
+def rank_receiver(model: Any, load_weights: LoadWeights, *, settings: ReceiverSettings | None = None) -> RankReceiver:
+    """The receiver of a bare module. An engine whose models keep state that only it knows of brings its own."""
+    for root in _roots(model):
+        make = getattr(_integration(_ENGINES[root]), "rank_receiver", None) if root in _ENGINES else None
+        if make is not None:
+            receiver: RankReceiver = make(model, load_weights, settings=settings)
+            return receiver
+    return RankReceiver(model, load_weights, settings=settings)
 
 
 def source_integration(model: Any) -> ModuleType:

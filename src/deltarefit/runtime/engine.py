@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from deltarefit.canonical import Catalog
 from deltarefit.payload import Limits, Payload, decode
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver import PrewarmReport, RankDigest, RankReceiver, ReceiverSettings
+from deltarefit.receiver import PrewarmReport, RankDigest, ReceiverSettings
+from deltarefit.runtime.adapters import rank_receiver
 from deltarefit.runtime.gate import LocalGate, RequestGate
 
 __all__ = ["DecodingEngine", "EngineDriver", "LocalEngine"]
@@ -100,7 +101,7 @@ class LocalEngine:
         limits: Limits | None = None,
         settings: ReceiverSettings | None = None,
     ) -> None:
-        self._rank = RankReceiver(model, load_weights, settings=settings)
+        self._rank = rank_receiver(model, load_weights, settings=settings)
         self._gate = request_gate if request_gate is not None else LocalGate()
         self._on_refit = on_refit
         self._key = key

@@ -170,9 +170,9 @@ class Receiver:
         """Join a run with an engine.
 
         Args:
-            target: a rollout engine that an integration knows (vLLM's ``LLM``), or any torch module with ``load_weights``.
-            load_weights: the module's own loader: takes (checkpoint name, tensor) pairs and writes them into the module, in
-                place, with torch copies. See ``docs/loader-contract.md`` for the contract.
+            target: a rollout engine that an integration knows (vLLM's ``LLM``, SGLang's ``Engine``), or any torch module.
+            load_weights: the module's own loader (default: its ``load_weights``): takes (checkpoint name, tensor) pairs and
+                writes them into the module, in place, with torch copies. See ``docs/loader-contract.md`` for the contract.
             run: the trainer's ``run``.
             name: the receiver's name in reports and commands; default: a fresh one.
             request_gate: how to keep requests out during a refit; default: ``serving()`` of this object.
@@ -188,6 +188,8 @@ class Receiver:
         """
         gate = request_gate or LocalGate()
         settings = settings or ReceiverAgentSettings()
+        if load_weights is None and hasattr(target, "named_parameters"):
+            load_weights = getattr(target, "load_weights", None)
         if load_weights is not None:
             engine: EngineDriver = LocalEngine(
                 target, load_weights, request_gate=gate, on_refit=on_refit, key=key, settings=rank_settings

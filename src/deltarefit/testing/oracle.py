@@ -16,7 +16,7 @@ from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, merge_reports
 from deltarefit.records import CodedItem, DeltaRecords, Encoding
 
-__all__ = ["assert_same_bits", "delta_payload", "dense_reload", "differing", "plan_for", "raw_state"]
+__all__ = ["assert_same_bits", "delta_bytes", "delta_payload", "dense_reload", "differing", "plan_for", "raw_state"]
 
 
 def raw_state(model: torch.nn.Module) -> dict[str, bytes]:
@@ -78,6 +78,19 @@ def delta_payload(
     attempt: str = "v000001-a1-test",
 ) -> Payload | None:
     """All changes from ``old`` to ``new`` as one payload that travelled as bytes; None if nothing differs."""
+    data = delta_bytes(plan, old, new, mode=mode, attempt=attempt)
+    return None if data is None else decode(data, catalog=plan.catalog)
+
+
+def delta_bytes(
+    plan: RefitPlan,
+    old: Mapping[str, torch.Tensor],
+    new: Mapping[str, torch.Tensor],
+    *,
+    mode: EncodingMode = EncodingMode.MIXED,
+    attempt: str = "v000001-a1-test",
+) -> bytes | None:
+    """The same as it travels."""
     items: list[CodedItem] = []
     for name, spec in plan.catalog.items():
         before, after = logical_words(old[name]), logical_words(new[name])
@@ -87,7 +100,7 @@ def delta_payload(
             items.append(kernels.code_records(records, plan.encoding(name, mode)))
     if not items:
         return None
-    data = encode(
+    return encode(
         items,
         attempt=AttemptId(attempt),
         owner=OwnerId(0),
@@ -96,4 +109,3 @@ def delta_payload(
         target_version=PolicyVersion(1),
         plan_digest=plan.digest,
     )
-    return decode(data, catalog=plan.catalog)
