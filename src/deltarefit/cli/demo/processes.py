@@ -18,7 +18,7 @@ from deltarefit.errors import AttemptFailedError, DeadlineError
 
 __all__ = ["Child", "start_child"]
 
-_EXIT_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 120.0
 _LOOK_S = 0.5
 
 
