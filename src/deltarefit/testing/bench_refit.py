@@ -63,9 +63,11 @@ def run(bench: RefitBench | None = None, progress: Callable[[str], None] = lambd
     """Measure; takes minutes.
 
     Raises:
-        RejectedError: namespaces cannot be made here, or the S3 server is not installed.
+        RejectedError: namespaces cannot be made here, the S3 server is not installed, or a rate is no fraction.
     """
     bench = bench or RefitBench()
+    if not all(0 <= rate <= 1 for rate in bench.rates):
+        raise RejectedError(f"bench refit: rates {bench.rates}: expected fractions of the elements, such as 0.03")
     if bench.link_mbit and (why := why_no_namespaces()):
         raise RejectedError(f"bench refit: {why}; or measure over loopback, with a link of 0 Mbit/s")
     shapes = shapes_of(bench.model_nbytes)
