@@ -28,7 +28,7 @@ TABLES = {
 }
 NOT_ABOUT_DELIVERY = {
     "publisher": {"min_receivers", "join_timeout_s", "reply_timeout_s", "group_timeout_s", "lease_s", "max_attempts"}
-    | {"retry_pause_s", "request_timeout_s"},
+    | {"retry_pause_s", "request_timeout_s", "control"},
     "receiver": {"join_timeout_s", "lease_s", "poll_s"},
     "relay": {"lease_s", "relay_tls_authority", "relay_tls_certificate", "relay_tls_key"},
     "setting": set(),
