@@ -3,7 +3,7 @@
 A program of its own: ``python after_load_scenario.py WORK SELECTION CASE...``, a case being a checkpoint directory in WORK.
 SELECTION says which of vLLM's kernels may be *selected*; none is ever run, for nothing here computes a forward pass:
 
-* ``plain``: what this CPU really selects.
+* ``plain``: as on a CPU without AMX tiles.
 * ``amx``: as on a CPU with AMX tiles; packing works without them.
 * ``cuda``: classes made for CUDA, registered for CPU, whose post-load step is plain torch.
 """
@@ -139,7 +139,8 @@ class Case:
     def unnoticed(receiver, model) -> list[str]:
         """Paths of storages in which one flipped bit changes neither a digest nor what is watched beside them."""
         proven, unnoticed = receiver.digests(), []
-        for path, tensor in reach({"": model}).tensors.items():
+        one_of_each = {path.rpartition(".")[2]: (path, t) for path, t in reach({"": model}).tensors.items()}
+        for path, tensor in one_of_each.values():
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             if not raw.numel() or "rotary" in path or path.endswith(("_scale_cpu", "kv_cache")):
                 continue
@@ -173,7 +174,7 @@ def main() -> None:
             results[name] = {"refused": str(error), "rows": [[row.name, row.outcome, row.reason] for row in rows]}
         except Exception:
             results[name] = {"error": traceback.format_exc()}
-    (WORK / f"after-load-{SELECTION}.json").write_text(json.dumps(results))
+        (WORK / f"after-load-{SELECTION}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

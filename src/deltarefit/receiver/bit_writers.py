@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 
 from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
-from deltarefit.pieces import Piece, StridedView
-from deltarefit.placement.granules import granules_of_words, words_of_granules
-from deltarefit.placement.locate import element_positions, locate
+from deltarefit.pieces import Piece
+from deltarefit.placement.granules import granules_of_bytes, granules_of_words, strided, words_of_granules
+from deltarefit.placement.locate import locate
 from deltarefit.records import CodedItem, Encoding
 
 __all__ = ["BitTarget"]
-
-_CHUNK_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,21 +91,21 @@ class BitTarget:
 
     def digest(self, pieces: Sequence[Piece]) -> TensorDigest:
         """Digest of the elements that pieces name; what they say of the storage is left aside."""
-        total = TensorDigest()
-        for piece in pieces:
-            for positions in _chunks(piece.canonical):
-                places, words = self.read(positions)
-                total += kernels.digest_records(positions[places], words)
-        return total
+        words = np.zeros(self.spec.num_elements, self.spec.word_dtype)
+        self.copy_to(words)
+        return kernels.digest(words, [Piece(piece.canonical, piece.canonical) for piece in pieces])
+
+    def copy_to(self, words: Words) -> None:
+        """Fill in the canonical words that lie here; ``words`` has all elements of the tensor."""
+        granules = granules_of_words(words, self.bits)
+        stored = granules_of_bytes(self.flat.cpu().numpy(), self.bits)
+        for piece in self.pieces:
+            strided(granules, piece.canonical)[...] = strided(stored, piece.storage) ^ stored.dtype.type(self.flip)
+        words[:] = words_of_granules(granules, self.bits, words.itemsize)
 
     def low_bits_are_zero(self) -> bool:
         """Nothing is widened here."""
         return True
-
-
-def _chunks(view: StridedView) -> list[NDArray[np.int64]]:
-    positions = element_positions(view)
-    return [positions[start : start + _CHUNK_ELEMENTS] for start in range(0, positions.size, _CHUNK_ELEMENTS)]
 
 
 def _byte_masks(

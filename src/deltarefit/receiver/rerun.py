@@ -155,8 +155,6 @@ class RerunUnit:
     def _read(self, name: str) -> Words:
         spec = self.specs[name]
         words = np.zeros(spec.num_elements, spec.word_dtype)
-        everywhere = np.arange(spec.num_elements, dtype=np.int64)
         for target in self.readable[name]:
-            places, found = target.read(everywhere)
-            words[places] = found if found.itemsize == words.itemsize else (found >> found.dtype.type(16)).astype(words.dtype)
+            target.copy_to(words)
         return words

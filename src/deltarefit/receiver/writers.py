@@ -13,6 +13,7 @@ from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
 from deltarefit.errors import LoaderContractError
 from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces
+from deltarefit.placement.granules import strided
 from deltarefit.placement.locate import locate
 from deltarefit.placement.overlap import Claim, colliding
 from deltarefit.placement.run import Home
@@ -44,6 +45,10 @@ class HostTarget:
         found = [locate(piece, flat_index) for piece in self.pieces]
         places = np.concatenate([place for place, _ in found])
         return places, self.words[np.concatenate([position for _, position in found])]
+
+    def copy_to(self, words: Words) -> None:
+        """Fill in the canonical words that lie here; ``words`` has all elements of the tensor."""
+        _copy_out(self.words, self.pieces, words)
 
     def digest(self, pieces: Sequence[Piece]) -> TensorDigest:
         return kernels.digest(self.words, pieces)
@@ -92,6 +97,9 @@ class TorchTarget:
         words = self.flat[index].cpu().numpy().view(WORDS[self._width])
         return np.concatenate([place for place, _ in found]), words
 
+    def copy_to(self, words: Words) -> None:
+        _copy_out(self.flat.cpu().numpy().view(WORDS[self._width]), self.pieces, words)
+
     def digest(self, pieces: Sequence[Piece]) -> TensorDigest:
         total = TensorDigest()
         for piece in pieces:
@@ -108,6 +116,12 @@ class TorchTarget:
         view = self.flat.as_strided(piece.storage.shape, piece.storage.stride, piece.storage.offset)
         words: Words = view.cpu().contiguous().numpy().reshape(-1).view(WORDS[self._width])
         return words
+
+
+def _copy_out(stored: Words, pieces: Sequence[Piece], words: Words) -> None:
+    for piece in pieces:
+        values = strided(stored, piece.storage)
+        strided(words, piece.canonical)[...] = values >> values.dtype.type(16) if piece.cast is Cast.WIDEN else values
 
 
 WordsTarget = HostTarget | TorchTarget | BitTarget
