@@ -6,13 +6,11 @@ work directory.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
 
 PROMPT = [5 + (7 * i) % 240 for i in range(40)]
-NUM_RUNNING_TOKENS = 400  # of the request that runs when a refit begins: enough to be still running
 
 
 def sampling(num_tokens: int) -> dict:
@@ -132,46 +130,7 @@ def one_engine(work: Path) -> dict:
     return out
 
 
-def served(work: Path) -> dict:
-    """An engine that generates in an event loop, refitted from another thread while it does: retract, in_place and abort."""
-    from deltarefit.integrations.sglang import SglangEngine
-
-    source = Source(work)
-
-    async def ask(engine, num_tokens: int, begun: asyncio.Event | None = None) -> dict:
-        stream = await engine.async_generate(
-            input_ids=PROMPT[:9], sampling_params=sampling(num_tokens), return_logprob=True, stream=True
-        )
-        async for answer in stream:
-            last = answer
-            if begun is not None:
-                begun.set()
-        return shown(last)
-
-    def one_refit(engine, loop, mode: str, base: str, target: str) -> dict:
-        driver = SglangEngine(engine, loop=loop, in_flight=mode)
-        out = source.refit(driver, base, target)
-        driver.close()
-        return out
-
-    async def run(engine) -> dict:
-        loop, out = asyncio.get_running_loop(), {}
-        for mode, base, target in (("retract", "v0", "v1"), ("in_place", "v1", "v2"), ("abort", "v2", "v1")):
-            begun = asyncio.Event()
-            running = asyncio.create_task(ask(engine, NUM_RUNNING_TOKENS, begun))
-            await begun.wait()
-            out[mode] = await asyncio.to_thread(one_refit, engine, loop, mode, base, target)
-            out[mode] |= {"running": await running, "generated": await ask(engine, 16)}
-        return out
-
-    engine = open_engine(work / "v0")
-    try:
-        return engine.loop.run_until_complete(run(engine))
-    finally:
-        engine.shutdown()
-
-
 if __name__ == "__main__":
-    scenario = {"one_engine": one_engine, "served": served}[sys.argv[1]]
+    scenario = {"one_engine": one_engine}[sys.argv[1]]
     result = scenario(Path(sys.argv[2]))
     Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(result))

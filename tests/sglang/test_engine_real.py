@@ -44,11 +44,6 @@ def one_engine(request, tmp_path_factory) -> dict:
     return run_scenario("one_engine", versions(tmp_path_factory.mktemp(request.param), request.param))
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory) -> dict:
-    return run_scenario("served", versions(tmp_path_factory.mktemp("served"), "qwen3_moe"))
-
-
 def test_by_plug_in_and_in_a_session_everything_is_that_of_a_fresh_engine(one_engine) -> None:
     """v1 comes by the plug-in, v2 through SGLang's session and ``custom_weight_loader``."""
     for version in ("v1", "v2"):
@@ -71,20 +66,3 @@ def test_the_prefix_cache_is_dropped_by_a_refit(one_engine) -> None:
 def test_a_payload_that_is_none_is_refused_with_its_own_error(one_engine) -> None:
     assert one_engine["refused"][0] == "PayloadInvalidError"
     assert "SGLang rank 0" in one_engine["refused"][1]
-
-
-@pytest.mark.parametrize(
-    ("mode", "version", "reason"), [("retract", 1, "length"), ("in_place", 2, "length"), ("abort", 1, "abort")]
-)
-def test_an_engine_is_refitted_while_it_generates(served, mode: str, version: int, reason: str) -> None:
-    out = served[mode]
-    assert out["running"]["finish_reason"] == reason
-    assert (len(out["running"]["tokens"]) == 400) == (reason == "length")
-    assert out["generated"]["weight_version"] == str(version)
-
-
-def test_modes_that_drop_caches_leave_the_same_engine(served) -> None:
-    """v1 is reached twice: once by retracting from v0, once by aborting from v2 back again."""
-    assert served["retract"]["state"] == served["abort"]["state"] != served["in_place"]["state"]
-    for part in ("tokens", "logprobs"):
-        assert served["retract"]["generated"][part] == served["abort"]["generated"][part]
