@@ -141,6 +141,7 @@ def test_a_parameter_that_changed_before_the_end_is_found_and_named(held, write)
     handle = publisher.publish()
     assert sender.holding.wait(20)
     worker = publisher._owners._worker
+    wait_until(lambda: worker._proof is not None and worker._proof.done())  # a write during the proof fails the attempt instead
     if write == "behind torch's back":
         worker._count_writes = None  # as with a framework that does not count
         pair.policy.first.data.view(torch.int16).view(-1)[0] ^= 1
