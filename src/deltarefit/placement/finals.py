@@ -27,6 +27,8 @@ _ORDINARY_PASSES = 4
 """Further loads of ordinary numbers: among random bits are NaN, which swallow maxima and sums."""
 VERIFY_PASSES = 20
 """Loads of random bits. Three are too few: compensation sums then pass for constants ."""
+_INFLUENCE_TRIES = 8
+"""Other contents tried before a tensor is said to show nowhere: of three scales only the largest shows."""
 _LEVELS = (8, 4, 1)
 _MAX_GRANULES = 2**28
 """Above so many granules no finer level is tried: numbers of 4 bytes each are kept while learning."""
@@ -283,15 +285,19 @@ class _Learning:
         stream, computed = self._random(np.random.default_rng(self._seed + 1), self._verify)
         if self._reference is None:
             self._reference = self._run(stream, computed)
-        other, other_computed = self._random(np.random.default_rng(self._seed + 2), self._verify)
-        for spec, start in zip(self._specs, self._starts, strict=False):
-            if spec.name == name:
-                stream[start : start + spec.nbytes] = other[start : start + spec.nbytes]
-        if name in computed:
-            computed[name] = other_computed[name]
-        after = self._run(stream, computed)
-        differing = {path: raw != after[path] for path, raw in self._reference.items()}
-        return {path: mask for path, mask in differing.items() if mask.any()}
+        for turn in range(_INFLUENCE_TRIES):
+            other, other_computed = self._random(
+                np.random.default_rng(self._seed + 2 + turn), turn if turn % 2 else self._verify
+            )
+            changed = stream.copy()
+            for spec, start in zip(self._specs, self._starts, strict=False):
+                if spec.name == name:
+                    changed[start : start + spec.nbytes] = other[start : start + spec.nbytes]
+            after = self._run(changed, {**computed, name: other_computed[name]} if name in computed else computed)
+            differing = {path: raw != after[path] for path, raw in self._reference.items()}
+            if any(mask.any() for mask in differing.values()):
+                return {path: mask for path, mask in differing.items() if mask.any()}
+        return {}
 
     def _homes(self, level: _Level, missing: Mapping[str, str]) -> tuple[dict[str, tuple[BitHome, ...]], dict[str, str]]:
         homes: dict[str, list[BitHome]] = {}
