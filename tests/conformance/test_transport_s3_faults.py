@@ -32,7 +32,7 @@ SETTINGS = StoreSettings(
     part_nbytes=5 * MIB,
     retry=RetryPolicy(attempts=3, first_delay_s=0.01, max_delay_s=0.05),
     request_retries=0,  # every repetition is ours, and counted
-    read_timeout_s=0.3,
+    read_timeout_s=2.0,  # a slow disk takes longer than one would think
 )
 
 
