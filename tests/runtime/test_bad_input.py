@@ -86,7 +86,7 @@ def test_an_object_that_is_no_model_and_no_engine_is_refused(tmp_path):
     run = (tmp_path / "run").as_uri()
     with pytest.raises(deltarefit.RejectedError, match="expected a torch module"):
         deltarefit.Publisher({"weight": torch.zeros(3)}, run=run)
-    with pytest.raises(deltarefit.RejectedError, match="expected a vLLM engine"):
+    with pytest.raises(deltarefit.RejectedError, match="expected a vLLM or SGLang engine"):
         deltarefit.Receiver.attach(object(), run=run, settings=RECEIVER_SETTINGS)
 
 

@@ -83,11 +83,11 @@ def source_integration(model: Any) -> ModuleType:
     for root in roots:
         if root in _SOURCES:
             return _integration(_SOURCES[root])
-    if "torch" in roots:
+    if "torch" in roots and hasattr(first, "parameters"):
         return _integration("fsdp" if _has_sharded_parameter(first) else "torch")
     raise RejectedError(
-        f"Publisher got a {type(model).__module__}.{type(model).__qualname__}: expected a torch module (plain, DDP, FSDP2) or "
-        "a list of Megatron model chunks; other sources implement deltarefit.source.SourceAdapter"
+        f"Publisher got a {type(model).__module__}.{type(model).__qualname__}: expected a torch module (plain, DDP, FSDP2), "
+        "a list of Megatron model chunks, or several such by the prefix of their names; other sources implement deltarefit.source.SourceAdapter"
     )
 
 
