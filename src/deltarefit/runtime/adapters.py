@@ -87,7 +87,8 @@ def source_integration(model: Any) -> ModuleType:
         return _integration("fsdp" if _has_sharded_parameter(first) else "torch")
     raise RejectedError(
         f"Publisher got a {type(model).__module__}.{type(model).__qualname__}: expected a torch module (plain, DDP, FSDP2), "
-        "a list of Megatron model chunks, or several such by the prefix of their names; other sources implement deltarefit.source.SourceAdapter"
+        "a list of Megatron model chunks, or several such by the prefix of their names; other sources implement "
+        "deltarefit.source.SourceAdapter"
     )
 
 
