@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from deltarefit.control import SqliteRecordStore
+from deltarefit.control import ControlSettings, SqliteRecordStore
 from deltarefit.control.store import ABSENT
 from deltarefit.errors import PayloadMissingError, RefitError, RejectedError
 from deltarefit.protocol.lease import DRIFT
@@ -22,6 +22,7 @@ from deltarefit.transport import RunStore, keys, open_run
 __all__ = ["Check", "Diagnosis", "examine"]
 
 _ROUND_TRIPS = 5
+_TRIES = 3  # a person waits
 _LEAST_FREE_NBYTES = 2**30
 _STORE_TICK_S = 1.0  # S3 tells times in whole seconds
 _SHARED_MEMORY = Path("/dev/shm")
@@ -127,7 +128,7 @@ class _Probe:
 
     def control_record(self) -> Check:
         """What the record says, if the run exists."""
-        state = control_plane(self._store, self._clock, self._ids).read()
+        state = control_plane(self._store, self._clock, self._ids, ControlSettings(max_tries=_TRIES)).read()
         if state is None:
             return Check(name="control record", status="ok", found="none: the run has not been started")
         if state.repair:

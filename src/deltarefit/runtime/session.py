@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
-from deltarefit.control import ControlPlane
+from deltarefit.control import ControlPlane, ControlSettings
 from deltarefit.errors import CommitConflictError, RefitError, RejectedError
 from deltarefit.ids import PolicyVersion, baseline_id
 from deltarefit.protocol import CommitRecord, ControlState, LeaseSettings, LeaseVerdict, LeaseWatch
@@ -46,9 +46,9 @@ def lease_settings(lease_s: float) -> LeaseSettings:
     return LeaseSettings(lease_s=lease_s, renew_s=lease_s / 5)
 
 
-def control_plane(store: RunStore, clock: Clock, ids: IdSource) -> ControlPlane:
+def control_plane(store: RunStore, clock: Clock, ids: IdSource, settings: ControlSettings | None = None) -> ControlPlane:
     """For anybody who reads the record, or fences it."""
-    return ControlPlane(record_store(store), new_nonce=ids.nonce, pause=clock.sleep)
+    return ControlPlane(record_store(store), new_nonce=ids.nonce, pause=clock.sleep, settings=settings)
 
 
 class RunHold:
