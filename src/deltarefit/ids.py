@@ -74,7 +74,7 @@ class PayloadId:
     """One payload of one attempt.
 
     The order of these ids is the one declared order in which every receiver applies payloads: by sequence first, so that no
-    owner has to finish before another's first payload is applied (paper B.1; checklist D16).
+    owner has to finish before another's first payload is applied (paper B.1).
     """
 
     attempt: AttemptId

@@ -1,4 +1,4 @@
-"""Pieces: strided views of equal shape on two storages (design section 4).
+"""Pieces: strided views of equal shape on two storages.
 
 A piece says where a box of a canonical tensor lies in some storage. Both a source shard and a receiver's parameter are lists
 of pieces; no formula that names a layer kind exists anywhere else.

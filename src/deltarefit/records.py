@@ -22,7 +22,7 @@ Plane = NDArray[np.uint8]
 
 
 class Encoding(IntEnum):
-    """What is sent for a changed element (design section 5). All are exact."""
+    """What is sent for a changed element. All are exact."""
 
     OVERWRITE = 0
     """The new bits. May be applied any number of times."""

@@ -128,7 +128,7 @@ EXPECTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_large_models_are_direct_as_a_whole(tmp_path, name):
-    """Checklist P029, P217 to P219; the paper's own classes give its own numbers."""
+    """The paper's own classes of tensors give the paper's own numbers."""
     pytest.importorskip("transformers")
     path = config_of(tmp_path, LARGE[name])
     tensors, paper_direct, nbytes = EXPECTED[name]

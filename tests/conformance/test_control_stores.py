@@ -52,7 +52,7 @@ class TestObjectInMemory(RecordStoreTests, ControlPlaneTests):
 
 @pytest.mark.process
 class TestS3(RecordStoreTests, ControlPlaneTests, ProcessRaceTests):
-    """A real server. Losers of a race on one key wait there for seconds (research/infra.md section 2), hence fewer racers."""
+    """A real server. Losers of a race on one key wait there for seconds, hence fewer racers."""
 
     num_processes = 6
 

@@ -173,7 +173,7 @@ def test_wrong_credentials_are_refused_at_once(proxied, monkeypatch):
 
 
 def test_engines_of_a_node_download_each_payload_once(proxied, tmp_path):
-    """One download per node, and nothing left in its memory (checklist P184, D44)."""
+    """One download per node, and nothing left in its memory."""
     run, proxy = proxied
     share = tmp_path / "share"
     share.mkdir()

@@ -280,7 +280,7 @@ def test_a_store_out_of_reach_for_a_moment_is_forgiven(intake_of):
     [(0, 4 * MIB, MIB), (512 * MIB, 32 * MIB, 8 * MIB), (16 << 30, 512 * MIB, 64 * MIB), (1 << 40, 512 * MIB, 64 * MIB)],
 )
 def test_sizes_are_the_papers_and_scale_down_with_the_model(share_nbytes, bucket_nbytes, chunk_nbytes):
-    """512 MiB buckets and 64 MiB chunks (paper App. C; checklist P189); smaller ones where 16 buckets would not fill."""
+    """512 MiB buckets and 64 MiB chunks (paper App. C); smaller ones where 16 buckets would not fill."""
     found = source_settings(PublisherSettings(), share_nbytes)
     assert (found.bucket_nbytes, found.chunk_nbytes) == (bucket_nbytes, chunk_nbytes)
 
@@ -327,7 +327,7 @@ def test_one_receiver_a_hundred_times_slower_bounds_everyones_memory_and_still_g
 
 @pytest.mark.torch
 def test_later_payloads_are_fetched_while_an_earlier_one_is_applied(tmp_path):
-    """Checklist P194, on the receiver: with six payloads and slow applying, fetching is over long before applying is."""
+    """With six payloads and slow applying, fetching is over long before applying is."""
     with Pair(tmp_path) as pair:
         stages = []
         pair.receivers[0].subscribe(stages.append)
@@ -360,7 +360,6 @@ def test_a_refit_without_changes_sends_nothing_and_writes_no_progress(tmp_path):
 @pytest.mark.torch
 @pytest.mark.parametrize("where", ["fetch", "decode", "apply"])
 def test_a_failure_anywhere_ends_the_attempt_and_leaves_no_thread(tmp_path, where):
-    """Checklist P125."""
     with Pair(tmp_path) as pair:
         receiver = pair.receivers[0]
         struck = []

@@ -83,7 +83,7 @@ def test_engine_serves_the_old_version_until_everything_has_arrived(held):
 
 
 def test_without_memory_for_it_nothing_is_decoded_while_the_engine_serves(held):
-    """As the paper has it (checklist P121, P196): compressed payloads wait, and are decoded once the gate is closed."""
+    """As the paper has it: compressed payloads wait, and are decoded once the gate is closed."""
     pair, publisher, sender, stages = held
     (receiver,) = pair.receivers
     receiver._application._limits = replace(receiver._application._limits, decoded_nbytes=0)
@@ -205,7 +205,7 @@ def test_one_call_at_a_time(held):
 
 
 def test_a_lost_payload_fails_the_attempt_before_any_gate_closes(tmp_path):
-    """Checklist P122: the engine serves throughout, its bits stay, and the retry stages overwrites."""
+    """The engine serves throughout, its bits stay, and the retry stages overwrites."""
     with Pair(tmp_path) as pair:
         plan = FaultPlan(lambda name: name.sequence == 1)
         publisher = pair.publisher(settings=SMALL, wrap_sender=lambda sender: DroppingSender(sender, plan))
@@ -242,7 +242,7 @@ def test_a_damaged_payload_is_repaired_and_the_gate_reopens_once(tmp_path):
 
 
 def test_no_request_ever_sees_a_mixture(tmp_path):
-    """Each response is the digest of all weights: it must be that of one version (checklist P198)."""
+    """Each response is the digest of all weights: it must be that of one version."""
     with Pair(tmp_path) as pair:
         plan = FaultPlan(lambda name: name.sequence == 1 and name.attempt.startswith("v000003"))
         publisher = pair.publisher(settings=SMALL, wrap_sender=lambda sender: CorruptingSender(sender, plan))

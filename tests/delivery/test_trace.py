@@ -22,7 +22,7 @@ def event(stage, where, t0_s, t1_s, *, nbytes=0, payload="", attempt="v000001-a1
     return StageEvent(stage, where, attempt, t0_s, t1_s, nbytes, payload)
 
 
-# --- lower bounds (paper App. C, Fig. C.5; checklist P203, P205) ----------------------------------------------------------
+# --- lower bounds (paper App. C, Fig. C.5) ----------------------------------------------------------------------------------
 
 
 def test_overlap_counts_once_and_gaps_not_at_all():
@@ -89,7 +89,7 @@ _INTERVAL = st.tuples(st.floats(-10, 10), st.floats(0, 10)).map(lambda pair: (pa
     st.lists(st.floats(-1000, 1000), min_size=3, max_size=3),
 )
 def test_no_bound_exceeds_the_window_whatever_the_clocks_say(intervals, ahead_s):
-    """Each process reports on a clock of its own; mapped to one axis, every bound fits the window (checklist P203)."""
+    """Each process reports on a clock of its own; mapped to one axis, every bound fits the window."""
     shifts = {f"owner {n}": ClockShift(ahead_s[n], 0.0) for n in range(3)}
     seen = [event(stage, f"owner {n}", t0 + ahead_s[n], t1 + ahead_s[n]) for stage, n, (t0, t1) in intervals]
     bounds = lower_bounds(on_axis(seen, shifts))

@@ -77,7 +77,7 @@ def test_refits_equal_dense_reloads_in_every_layout(policies, source):
 
 
 def assert_says_what_changed(job, policies, version):
-    """Payloads of one policy differ in how they are cut, never in what they say (checklist P028)."""
+    """Payloads of one policy differ in how they are cut, never in what they say."""
     plan = RefitPlan(policies.catalog, dict.fromkeys(policies.catalog, Encoding.DIFFERENCE), len(job.ranks))
     found = said(build(job, plan, EncodingMode.MIXED))
     expected = truth(*(job.published(policies.tensors[number]) for number in (version - 1, version)))

@@ -104,7 +104,7 @@ def test_large_shards_are_owned_and_read_in_parts(monkeypatch, layout, world_siz
 
 
 def test_what_is_not_sharded_is_owned_once_among_all_ranks():
-    """Case C060: mixed DTensor and plain state."""
+    """Mixed DTensor and plain state."""
     sources = sources_of("ep", 2)
     owned = [tracker.task.spec.name for source in sources for tracker in source.owner.baseline.trackers]
     assert owned.count("model.norm.weight") == 1

@@ -47,7 +47,7 @@ def test_two_splits_of_one_dimension_apply_from_left_to_right(length, outer, inn
 
 
 def test_a_dimension_that_does_not_divide_leaves_the_last_rank_short():
-    """Case C058: 10 rows over 4 ranks are 3, 3, 3, 1."""
+    """10 rows over 4 ranks are 3, 3, 3, 1."""
     held = [held_intervals("w", (10, 2), [MeshSplit(4, rank, 0)]) for rank in range(4)]
     assert held == [(((0, 3),), ((0, 2),)), (((3, 6),), ((0, 2),)), (((6, 9),), ((0, 2),)), (((9, 10),), ((0, 2),))]
 

@@ -55,7 +55,7 @@ def test_an_auto_mapping_is_what_it_resolves_to():
 
 @pytest.mark.parametrize("kind", ["RMSNorm2ZeroCenteredRMSNormMapping", "MyAutoMapping", "QKVGMapping", "GDNLinearMapping"])
 def test_a_class_that_is_not_known_is_never_taken_for_its_base(kind):
-    """Checklist P025: a subclass may change values."""
+    """A subclass may change values."""
     chunk = Chunk({"a.weight": ones(4)})
     assert facts_of(chunk.task("a.weight", mapping(kind, "h"))).refusal == (
         f"{kind} is not a rearrangement of bits that is known here"

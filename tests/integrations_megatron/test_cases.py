@@ -61,7 +61,7 @@ def together(results):
 
 
 def test_padding_of_the_vocabulary_is_never_sent_for_tied_heads_too():
-    """Case C051: 10 rows padded to 12 over two ranks; row 9 and padding row 11 change."""
+    """10 rows padded to 12 over two ranks; row 9 and padding row 11 change."""
 
     class Tied(MegatronModelBridge):
         def mapping_registry(self):
@@ -85,7 +85,7 @@ def test_padding_of_the_vocabulary_is_never_sent_for_tied_heads_too():
 
 
 def test_a_routers_correction_bias_is_a_buffer_that_travels_in_32_bits():
-    """Cases C046 and C048: no gradient, and values so close together that 16 bits would make a few of them."""
+    """No gradient, and values so close together that 16 bits would make a few of them."""
     bias = torch.linspace(6.817, 7.063, 238)
     catalog = Catalog([TensorSpec("gate.e_score_correction_bias", "F32", (238,))])
 
@@ -139,7 +139,6 @@ def test_chunks_of_a_virtual_pipeline_are_told_apart():
 
 
 def test_a_stage_without_changes_and_a_parameter_without_a_counterpart_end_nothing():
-    """Case C062."""
     catalog = Catalog(TensorSpec(f"h{stage}", "BF16", (2, 2)) for stage in range(2))
 
     def work(collective):
@@ -165,7 +164,7 @@ def test_a_stage_without_changes_and_a_parameter_without_a_counterpart_end_nothi
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_an_embedding_that_a_later_stage_holds_too_is_sent_once(wrong):
-    """Case C007: blocks that predict ahead have a copy of the embedding on the last stage."""
+    """Blocks that predict ahead have a copy of the embedding on the last stage."""
     catalog = Catalog([TensorSpec("embed", "BF16", (4, 2))])
 
     def work(collective):
@@ -185,7 +184,7 @@ def test_an_embedding_that_a_later_stage_holds_too_is_sent_once(wrong):
 
 
 def test_grouped_experts_are_numbered_over_all_ranks():
-    """Checklist P026: two expert-parallel ranks of two experts, each expert a numbered parameter of one grouped layer."""
+    """Two expert-parallel ranks of two experts, each expert a numbered parameter of one grouped layer."""
     roles = ("gate", "up")
     catalog = Catalog(
         TensorSpec(f"experts.{expert}.{role}_proj.weight", "BF16", (2, 3)) for expert in range(4) for role in roles
@@ -216,7 +215,7 @@ def test_grouped_experts_are_numbered_over_all_ranks():
 
 @pytest.mark.parametrize("rows", [14, 18])
 def test_the_inner_width_of_mamba_is_heads_times_head_size(rows):
-    """Case C045: 2 heads of 2 make 4, whatever an expansion of 2 times a hidden size of 3 would make."""
+    """2 heads of 2 make 4, whatever an expansion of 2 times a hidden size of 3 would make."""
     catalog = Catalog([TensorSpec("in_proj", "BF16", (rows, 3))])
     config = SimpleNamespace(
         mamba_num_heads=2, mamba_head_dim=2, mamba_state_dim=2, mamba_num_groups=1, hidden_size=3, mamba_expand=2

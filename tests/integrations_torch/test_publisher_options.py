@@ -189,7 +189,7 @@ class Layers(nn.Module):
 
 
 def test_a_quantised_checkpoint_is_refitted_to_the_bit(tmp_path, run):
-    """Cases C016 and C019: what receivers hold are 8-bit weights and scales; the bits of both are compared and sent."""
+    """What receivers hold are 8-bit weights and scales; the bits of both are compared and sent."""
     model = Layers()
     save_file({name: t.contiguous() for name, t in quantised(model.state_dict()).items()}, tmp_path / "model.safetensors")
     rollout = Rollout(quantised(model.state_dict()))

@@ -78,7 +78,7 @@ def test_wrappers_leave_no_trace_in_names():
     ],
 )
 def test_strided_parameters_are_read_in_logical_order(make):
-    """Case C114: storage order is not logical order."""
+    """Storage order is not logical order."""
     model = nn.Module()
     model.weight = nn.Parameter(make())
     adapter = torch_adapter(model)

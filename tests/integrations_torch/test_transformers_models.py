@@ -124,7 +124,7 @@ def train(model, seed):
 
 
 def test_tied_head_is_declared_once_and_sent_once():
-    """Checklist P011: one row of the embedding changes, one item is sent."""
+    """One row of the embedding changes, one item is sent."""
     model = tiny_model("qwen3_tied")
     source = open_source(torch_adapter(model), LocalCollective(), ONE_THREAD)
     assert "lm_head.weight" not in source.catalog
@@ -137,7 +137,7 @@ def test_tied_head_is_declared_once_and_sent_once():
 
 
 def test_a_tied_checkpoint_that_lists_the_head_too_gets_both_names(tmp_path):
-    """Case C003: tuned checkpoints of tied models contain head and embedding."""
+    """Tuned checkpoints of tied models contain head and embedding."""
     model = tiny_model("qwen3_tied")
     manifest, _ = saved(model, tmp_path)
     head = TensorSpec("lm_head.weight", "BF16", (250, 64))
@@ -177,7 +177,7 @@ def test_ranks_whose_copies_diverged_are_refused_naming_the_tensor():
 
 
 def test_master_weights_in_float32_are_published_in_the_checkpoints_dtype(tmp_path):
-    """Checklist D23: compared after the cast, so a step that rounds away sends nothing."""
+    """Compared after the cast, so a step that rounds away sends nothing."""
     model = tiny_model("qwen3_moe").float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Prewarm: what it finds out, what it refuses, and that it changes nothing (checklist P091 to P095)."""
+"""Prewarm: what it finds out, what it refuses, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_the_settings_refuse_negative_sizes():
 
 
 def test_prewarm_reads_no_weight_of_the_model_through_the_loader():
-    """The survey's tensors occupy no memory: they are untouched zero pages (design section 4)."""
+    """The survey's tensors occupy no memory: they are untouched zero pages."""
     from deltarefit.placement.inputs import Inputs
 
     inputs = Inputs([TensorSpec("w", BF16, (2**30,))])

@@ -47,7 +47,7 @@ def test_shards_of_every_layout_cover_exactly_once():
 
 
 def test_expert_shards_sent_as_if_they_were_the_full_tensor_are_refused():
-    """Case C040: one rank exports its [4, 4] half of [8, 4] with no shard metadata."""
+    """One rank exports its [4, 4] half of [8, 4] with no shard metadata."""
     tensor = spec("experts.w1", (8, 4))
 
     def work(collective):
@@ -59,7 +59,7 @@ def test_expert_shards_sent_as_if_they_were_the_full_tensor_are_refused():
 
 
 def test_a_shared_embedding_exported_by_two_stages_is_refused_with_both_ranks():
-    """Case C007: a tied embedding on the first and last pipeline stage."""
+    """A tied embedding on the first and last pipeline stage."""
     tensor = spec("embed", (4, 4))
     results = run_ranks(
         3, lambda c: audit_coverage(Catalog([tensor]), [covering(tensor, [((0, 0), (4, 4))])][: c.rank != 1], c)

@@ -105,7 +105,7 @@ def test_a_policy_of_nothing_has_no_shares_to_divide():
 
 
 def test_baseline_of_the_papers_classes_is_its_checkpoint_and_a_little(qwen, ultra):
-    """Checklist P013: 1.04 and 1.03 checkpoints, about 36 GB an owner; with pieces it is 1.00."""
+    """1.04 and 1.03 checkpoints, about 36 GB an owner; with pieces it is 1.00."""
     for catalog, expected in ((qwen, 1.0369), (ultra, 1.0301)):
         report = coverage_of(catalog, classes="paper")
         assert abs(1 + (report.bytes_total - report.bytes_direct) / report.bytes_total - expected) < 0.0005
@@ -113,7 +113,7 @@ def test_baseline_of_the_papers_classes_is_its_checkpoint_and_a_little(qwen, ult
 
 
 def test_bucket_targets_give_about_the_papers_number_of_payloads():
-    """Checklist P191: 482 payloads over 32 owners at 247.2 GB, from 256 MiB chunks in 512 MiB buckets."""
+    """482 payloads over 32 owners at 247.2 GB, from 256 MiB chunks in 512 MiB buckets."""
     catalog = nemotron_super_120b()
     assert abs(catalog.nbytes / 1e9 - 247.2) < 1.5
     tasks = [ConversionTask(s.name, s, (), lambda: None, tuple(range(32))) for s in catalog.values()]

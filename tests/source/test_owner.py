@@ -41,7 +41,7 @@ def digest_of(tensor, words):
     return kernels.digest(words, [Piece(view, view)])
 
 
-# --- which elements count as changed (cases C019, C064, C066, C067, C068) ---
+# --- which elements count as changed ---
 
 
 @pytest.mark.parametrize(("dtype", "positive", "negative"), [("BF16", 0, 0x8000), ("F32", 0, 0x80000000), ("F8_E4M3", 0, 0x80)])
@@ -88,7 +88,7 @@ def test_a_change_made_two_optimizer_steps_ago_is_sent_and_one_taken_back_is_not
 
 
 def test_drift_from_merging_and_unmerging_an_adapter_is_delivered_exactly():
-    """Case C067: W + D - W is not W; the change is against the last committed bits, not against what the trainer believes."""
+    """W + D - W is not W; the change is against the last committed bits, not against what the trainer believes."""
     torch = pytest.importorskip("torch")
     from deltarefit.bits import storage_words
 
@@ -106,7 +106,7 @@ def test_drift_from_merging_and_unmerging_an_adapter_is_delivered_exactly():
 
 
 def test_empty_and_scalar_tensors_are_kept_and_cost_nothing():
-    """Case C109: several empty tensors next to a normal one; no rate divides by zero."""
+    """Several empty tensors next to a normal one; no rate divides by zero."""
     tensors = [spec("a", (0, 64)), spec("b", (64, 0)), spec("c", ()), spec("d", (4,))]
     words = {tensor.name: random_words(tensor) for tensor in tensors}
     owner = Owner(OwnerId(0), [whole_task(tensor, words[tensor.name]) for tensor in tensors], ONE_THREAD)
@@ -121,7 +121,7 @@ def test_empty_and_scalar_tensors_are_kept_and_cost_nothing():
 
 
 def test_a_transposed_source_is_read_in_logical_order():
-    """Case C114: the source is base.t() of shape [3, 4]; a change at logical (2, 1) is flat index 9."""
+    """The source is base.t() of shape [3, 4]; a change at logical (2, 1) is flat index 9."""
     tensor = spec("w", (3, 4))
     base = random_words(tensor)  # stored [4, 3]
     piece = Piece(StridedView(0, (3, 4), (4, 1)), StridedView(0, (3, 4), (1, 3)))
@@ -131,7 +131,7 @@ def test_a_transposed_source_is_read_in_logical_order():
 
 
 def test_gate_and_up_of_stacked_experts_are_split_inside_each_expert():
-    """Case C036: [E=2, 2F=4, H=3]; a change in expert 1, up row 0 reaches experts.1.up row 0 only."""
+    """[E=2, 2F=4, H=3]; a change in expert 1, up row 0 reaches experts.1.up row 0 only."""
     stacked = np.zeros(24, "<u2")
     gate, up = [spec(f"experts.1.{part}", (2, 3)) for part in ("gate", "up")]
     tasks = [
@@ -145,7 +145,7 @@ def test_gate_and_up_of_stacked_experts_are_split_inside_each_expert():
 
 
 def test_heads_of_a_fused_qkv_are_taken_per_group():
-    """Case C053: 4 query heads, 2 groups, head size 2: rows [q0 q1 k0 v0 | q2 q3 k1 v1]; a change in k1 touches k rows 2, 3."""
+    """4 query heads, 2 groups, head size 2: rows [q0 q1 k0 v0 | q2 q3 k1 v1]; a change in k1 touches k rows 2, 3."""
     fused = np.zeros(16 * 3, "<u2")
     roles = {"q": (8, 0, 4), "k": (4, 4, 2), "v": (4, 6, 2)}  # rows, first row in the group, rows per group
     tasks = []
@@ -377,7 +377,7 @@ def test_threads_are_one_per_core_that_the_process_may_use():
 
 
 def test_one_change_in_each_of_1152_tiny_tensors_is_one_bucket():
-    """Case C121: 3 layers of what a mixture of 48 layers, 128 experts and 3 projections has; cost follows bytes, not names."""
+    """3 layers of what a mixture of 48 layers, 128 experts and 3 projections has; cost follows bytes, not names."""
     arena = np.zeros(1152 * 4, "<u2")
     tensors = [spec(f"layers.{n // 384}.experts.{n % 384 // 3}.{'gud'[n % 3]}", (2, 2)) for n in range(1152)]
     tasks = [whole_task(tensor, arena[4 * n : 4 * n + 4]) for n, tensor in enumerate(tensors)]
@@ -391,7 +391,6 @@ def test_one_change_in_each_of_1152_tiny_tensors_is_one_bucket():
 
 
 def test_memory_does_not_grow_from_refit_to_refit():
-    """Case C120."""
     tensors, words, owner = layered_owner(scan_threads=1, chunk_nbytes=300, bucket_nbytes=700)
     plan = plan_for(*tensors)
     sizes = {}
@@ -411,7 +410,7 @@ def test_memory_does_not_grow_from_refit_to_refit():
 
 
 def test_building_and_committing_add_buffers_of_chunks_and_no_second_copy():
-    """Checklist P108: the candidate is what the parameters hold; beside the baseline there are the chunks under way."""
+    """The candidate is what the parameters hold; beside the baseline there are the chunks under way."""
     tensors = [spec(f"layers.{n}", (256, 1024)) for n in range(64)]
     words = {tensor.name: random_words(tensor, n) for n, tensor in enumerate(tensors)}
     tasks = [whole_task(tensor, words[tensor.name]) for tensor in tensors]
@@ -455,7 +454,7 @@ def test_baseline_holds_one_copy_of_what_is_owned():
 
 
 def test_padding_without_a_piece_is_neither_compared_nor_counted():
-    """Checklist D25: a vocabulary of 5 padded to 8 rows."""
+    """A vocabulary of 5 padded to 8 rows."""
     tensor = spec("embed", (5, 4))
     padded = np.zeros(32, "<u2")
     task = ConversionTask("embed", tensor, (box_piece(tensor, (0, 0), (5, 4)),), lambda: padded, (0,))

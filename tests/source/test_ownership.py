@@ -115,7 +115,7 @@ def test_owners_of_a_30b_model_are_balanced_in_megatrons_layouts_too(layout):
 
 
 def test_a_copied_norm_has_one_owner_of_all_its_copies_and_an_expert_one_of_its_own():
-    """Checklist P008: tensor parallel 2, context parallel 2, data parallel 2; experts over 4 ranks, copied twice."""
+    """Tensor parallel 2, context parallel 2, data parallel 2; experts over 4 ranks, copied twice."""
     norm = whole_task(spec("norm", (8,)), np.zeros(8, "<u2"), range(8))
     experts = [whole_task(spec(f"experts.{n}"), np.zeros(24, "<u2"), (n, n + 4)) for n in range(4)]
     attention = [whole_task(spec(f"q@{part}"), np.zeros(24, "<u2"), range(part, 8, 2)) for part in range(2)]

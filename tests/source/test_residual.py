@@ -24,7 +24,7 @@ ONE_THREAD = SourceSettings(scan_threads=1, check_replicas=False)
 
 
 def test_changes_reach_tensors_through_intermediates():
-    """Checklist P034: a to b to u1, a to u2, u3 apart."""
+    """A to b to u1, a to u2, u3 apart."""
     dependencies = {"b": frozenset("a"), "u1": frozenset("b"), "u2": frozenset("a"), "u3": frozenset("c")}
     names = ["u1", "u2", "u3"]
     assert required_tensors({"a"}, names, dependencies) == {"u1", "u2"}
@@ -237,7 +237,7 @@ def test_a_changed_element_converts_its_tensor_and_sends_only_that_element(world
 
 
 def test_a_changed_shared_scale_reaches_everything_converted_with_it():
-    """Checklist P035: every other source bit is unchanged."""
+    """Every other source bit is unchanged."""
 
     def steps(scaled, source, collective):
         scaled.scale[2] = 1.25

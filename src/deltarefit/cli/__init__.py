@@ -1,4 +1,4 @@
-"""The command line: thin commands over the public API (design section 2).
+"""The command line: thin commands over the public API.
 
 May import every room. Commands are imported only when they are asked for, so that
 ``deltarefit inspect`` does not wait for torch.

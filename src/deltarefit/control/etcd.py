@@ -1,7 +1,7 @@
 """The control record under one etcd key, through etcd's own JSON gateway: for clusters that have an etcd and no bucket.
 
 Plain HTTP from the standard library, because the Python clients are asynchronous or carry a copy of the protocol buffers that
-collides with others in the same process (research/infra.md section 3), and two requests are all that is needed. A transaction
+collides with others in the same process, and two requests are all that is needed. A transaction
 compares the key's ``mod_revision``, which never repeats. Reads are linearizable, which is etcd's default.
 
 Works with etcd 3.4 and newer (path ``/v3``; https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/).

@@ -1,6 +1,6 @@
 """The control record as one object under conditional writes: create with If-None-Match, replace with If-Match.
 
-Needs nothing but the run's own bucket. Facts that shape it (measured, research/infra.md sections 1 to 3):
+Needs nothing but the run's own bucket. Facts that shape it (measured):
 
 * ``obstore`` retries by itself. A write that took effect but whose reply was lost is refused when it is sent again (412). So
   *no* from the store is not a defeat; ``ControlPlane`` looks for its own nonce in what it reads.

@@ -35,7 +35,7 @@ class SqliteRecordStore:
         Args:
             path: the database file. Its folder is made by the first swap.
             busy_timeout_s: how long one call may wait for other writers. Twenty writers at once waited at most 1.1 s
-                (research/infra.md section 3).
+                (measured).
         """
         self._path = Path(path)
         self._busy_timeout_s = busy_timeout_s

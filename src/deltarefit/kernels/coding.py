@@ -51,7 +51,7 @@ class GapTotals:
 
 
 def smallest_form(totals: GapTotals) -> LocationForm:
-    """The location form of fewest bytes; GAPS wins ties, because its bytes compress best (measured: perf.md section 4)."""
+    """The location form of fewest bytes; GAPS wins ties, because its bytes compress best (measured)."""
     if totals.is_run:
         return LocationForm.RUN
     wide = next(form for form in _WIDE if totals.max_gap < 1 << (8 * form))

@@ -32,7 +32,7 @@ from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, 
 __all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan"]
 
 _CHUNK_ELEMENTS = 256 * 1024
-"""Elements handled at once: the best of the chunk sizes measured (perf.md section 3)."""
+"""Elements handled at once: the best of the chunk sizes measured."""
 
 
 def is_contiguous(pieces: Sequence[Piece]) -> bool:

@@ -83,7 +83,7 @@ def digest_parts(parts: Iterable[bytes | memoryview], key: bytes | None) -> byte
 
 
 def check_digest(header: PayloadHeader, view: memoryview, key: bytes | None) -> None:
-    """Compare the digest with the bytes, its own field taken as zero (checklist D19).
+    """Compare the digest with the bytes, its own field taken as zero.
 
     Raises:
         PayloadInvalidError: they differ, or only one of payload and caller has a key.

@@ -1,4 +1,4 @@
-"""What an engine does to weights after its loader wrote them, as the engine's adapter hands it in (design section 4).
+"""What an engine does to weights after its loader wrote them, as the engine's adapter hands it in.
 
 Only the adapter knows how its engine finishes a load. What this room needs of it is a fresh model, the loader, and the steps
 between loading and serving, each with the modules that it works on.

@@ -1,4 +1,4 @@
-"""Trace a training framework's own conversion: where every element of its outputs comes from (design section 4, source).
+"""Trace a training framework's own conversion: where every element of its outputs comes from.
 
 The conversion is run on probes instead of weights. What it does to values is believed only where two kinds of probes agree:
 digits that say which element each is, and random stored bits that must arrive unchanged.

@@ -1,4 +1,4 @@
-"""Probes: tensors whose values say which element they are (design section 4).
+"""Probes: tensors whose values say which element they are.
 
 An element's id is written in base 256 (smaller for narrow dtypes), one digit a pass, as a number that the dtype holds
 exactly. bf16 holds every integer up to 256, so a digit also survives a cast to any wider float. Digit 0 everywhere is kept

@@ -1,4 +1,4 @@
-"""Learn where post-load steps leave every canonical bit, by running load and post-load on probes (design section 4).
+"""Learn where post-load steps leave every canonical bit, by running load and post-load on probes.
 
 A pass spells one digit of each granule's number in raw bits; what a final granule holds after all passes says where it came
 from. That is believed only after random loads came out as foretold, bit by bit: engines also sum, scale and take maxima, and

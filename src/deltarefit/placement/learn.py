@@ -1,4 +1,4 @@
-"""Learn where an engine's loader puts every canonical tensor, writing nothing (design section 4; paper 6.1, prewarm).
+"""Learn where an engine's loader puts every canonical tensor, writing nothing (paper 6.1, prewarm).
 
 One survey call shows which views of canonical tensors are copied where; those view pairs are the placement. Where a copy's
 source is a temporary, the loader is run again on shadows with digits that say which element each is (``resolve``), and random

@@ -39,7 +39,7 @@ class WriteKind(Enum):
     UPDATE = "update"
     """Any other operation that writes a view which this load had copied into before: it computes on what it was given."""
     OTHER = "other"
-    """Any other operation that writes; unsupported (checklist D26)."""
+    """Any other operation that writes; unsupported."""
 
 
 @dataclass(frozen=True, slots=True)

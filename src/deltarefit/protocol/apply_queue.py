@@ -21,7 +21,7 @@ class ReceptionSettings:
     """How much may be held before it is applied."""
 
     queue_slots: int = 264
-    """Decoded payloads: 32 x 8 + 8, as the paper's receivers have (research/survey.md row 50)."""
+    """Decoded payloads: 32 x 8 + 8, as the paper's receivers have."""
     staging_limit_nbytes: int = 8 << 30
     """Staged bytes in memory, in asynchronous delivery."""
     may_spill: bool = True

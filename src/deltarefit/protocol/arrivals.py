@@ -1,6 +1,6 @@
 """What has arrived of one attempt, and the one order in which it is applied.
 
-The declared order goes sequence by sequence, and within a sequence owner by owner (checklist D16). Every receiver works it out
+The declared order goes sequence by sequence, and within a sequence owner by owner. Every receiver works it out
 from the ids alone, so all agree, whatever order payloads arrive in; no owner has to finish before another's first payload is
 applied. An owner that ended, by its end marker, is skipped from there on.
 
@@ -21,7 +21,7 @@ __all__ = ["Accepted", "Arrivals"]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What is kept of an accepted payload until cleanup, so that duplicates are told after its bytes are gone (D18)."""
+    """What is kept of an accepted payload until cleanup, so that duplicates are told after its bytes are gone."""
 
     digest: str
     nbytes: int

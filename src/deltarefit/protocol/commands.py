@@ -143,7 +143,7 @@ class CloseAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Wait before the next attempt: longer with each failure, with a cap (checklist D07). Answers: ``BackedOff``."""
+    """Wait before the next attempt: longer with each failure, with a cap. Answers: ``BackedOff``."""
 
     num_failures: int
     """Failures in a row, from 1."""

@@ -7,7 +7,7 @@ what it returns counts only if the record is still that one. From this alone fol
 * **At most one commit per version.** ``commit`` demands that the record still is the attempt's base.
 * **A fence needs no clock.** ``mark_obsolete`` and ``acquire`` change the record. A commit that read the record before loses
   its swap, however late it arrives; one that reads it after is refused by the rule. The paper bounds this wait by a deadline
-  on synchronised clocks; here nothing waits (checklist D06).
+  on synchronised clocks; here nothing waits.
 * **Repeating is harmless.** A request that is already fulfilled returns the very same state object, and nothing is written.
   So a writer that lost the reply may simply ask again.
 
@@ -71,7 +71,7 @@ class PrepareRequest:
     plan_digest: str
     required: frozenset[ReceiverId]
     min_receivers: int = 1
-    """Fewer required receivers than this are refused; 0 lets a run start without any (checklist D14)."""
+    """Fewer required receivers than this are refused; 0 lets a run start without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def stamp(state: ControlState, nonce: str) -> ControlState:
 
 
 def create_run(run: str, setup_digest: str, record: CommitRecord) -> ControlState:
-    """The first record of a run; written with create-if-absent (checklist D12)."""
+    """The first record of a run; written with create-if-absent."""
     if not run or not setup_digest:
         raise RejectedError("control record: a run needs a name and a set-up digest")
     return ControlState(run=run, setup_digest=setup_digest, record=record)
@@ -374,7 +374,7 @@ def repaired(state: ControlState, *, restored: Iterable[ReceiverId], required: I
 
 
 def reinitialise(state: ControlState, *, epoch: int, baseline: BaselineId, policy_digest: str) -> ControlState:
-    """Bind the committed version to a new baseline, after owners lost theirs or their number changed (paper B.2; D36).
+    """Bind the committed version to a new baseline, after owners lost theirs or their number changed (paper B.2).
 
     If the digest equals that of the committed policy, the new baseline reconstructs it and deltas may go on. Otherwise the
     owners hold other weights than the receivers, and the next attempt must send every element.

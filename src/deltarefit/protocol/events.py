@@ -103,7 +103,7 @@ class AttemptFailed:
 
     reason: str
     gate_closed: bool = True
-    """Whether the request gate of any receiver was closed, which comes before any write (checklist D32). If in doubt, True."""
+    """Whether the request gate of any receiver was closed, which comes before any write. If in doubt, True."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanedUp:
-    """Answers ``Cleanup``. What could not be deleted is named and left to the next sweep; it never stops a transition (D41)."""
+    """Answers ``Cleanup``. What could not be deleted is named and left to the next sweep; it never stops a transition."""
 
     leftover: str = ""
 

@@ -1,4 +1,4 @@
-"""Who is alive, without comparing clocks between machines (checklist D37, D38).
+"""Who is alive, without comparing clocks between machines.
 
 A holder of a lease keeps writing a *beat*, any text that differs from the one before, to an object of its own. A newcomer
 watches it on its **own** monotonic clock: if the beat moves, the holder lives; if it stands still for the whole lease, the

@@ -1,4 +1,4 @@
-"""Which receivers a refit needs: members join and leave between attempts only (paper 6.3, B.2; checklist D12 to D14).
+"""Which receivers a refit needs: members join and leave between attempts only (paper 6.3, B.2).
 
 A receiver is known by its name and a *session*, which is new with every start of its process. It is required once it holds the
 committed version and is prewarmed. Whoever restarts is somebody new under an old name: it has to restore first.
@@ -29,7 +29,7 @@ class MemberStatus(Enum):
 
 
 class RetirementProof(Enum):
-    """Why it is certain that a session cannot come back to life (checklist D37). Silence alone proves nothing."""
+    """Why it is certain that a session cannot come back to life. Silence alone proves nothing."""
 
     EXITED = "its supervisor confirmed that the process ended"
     LEASE_EXPIRED = "its lease expired, and it fences itself before that"

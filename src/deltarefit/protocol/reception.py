@@ -268,7 +268,7 @@ class Reception:
         return self._bound()[1].missing(limit)
 
     def check_arrivals(self, attempt: AttemptId, markers: Sequence[EndMarker] = ()) -> None:
-        """The arrival check, with the end markers that the coordinator collected (checklist D17).
+        """The arrival check, with the end markers that the coordinator collected.
 
         Raises:
             AttemptFailedError: the attempt is not active here, or failed.

@@ -21,11 +21,11 @@ the same three first steps for the former coordinator's attempt: OLD_FENCING, OL
 Edges that are not in the paper, and why:
 
 * ASKING (operator). The paper says that an operator aborts, not how a coordinator comes to ask. Here every wait that cannot
-  end by itself and every run of failures past ``max_failures`` leads there; the request gate stays as it is (D07, D08, D39).
+  end by itself and every run of failures past ``max_failures`` leads there; the request gate stays as it is.
 * FORGETTING/CLOSING. The control record holds the attempt until it is closed, so that a crash in the last steps is found by
   the next coordinator, which repeats them.
 * A *prepare* that bound the record but not all receivers is fenced and stopped like any attempt, yet does not admit.
-* Superseded leads to ENDED from everywhere, without a further command: the new coordinator owns the cleanup (line 25, D40).
+* Superseded leads to ENDED from everywhere, without a further command: the new coordinator owns the cleanup (line 25).
 * An abort is noted where a reply is awaited and takes effect at the next state that can end: a commit under way may still win.
 """
 

@@ -1,7 +1,7 @@
 """The rollout side of one rank: learn where an engine's loader puts weights, then change stored bits in place.
 
 Knows torch; imports ``placement``, ``kernels``, ``payload`` and ``bits``. Imports no engine: a module and its loader are
-handed in. Paper 6, A.2; design section 4; design note 0006.
+handed in. Paper 6, A.2; design note 0006.
 """
 
 from deltarefit.receiver.joint import JointModel, Target

@@ -1,4 +1,4 @@
-"""Prewarm of a model whose weights were packed, moved or derived from after loading (design section 4, design note 0010).
+"""Prewarm of a model whose weights were packed, moved or derived from after loading (design note 0010).
 
 Loader and post-load steps are learnt on a second model of the engine's, which serves nobody. Here what was learnt there is
 carried over to the storages that serve, tensor by tensor, and compared with what lies in them.

@@ -1,7 +1,7 @@
 """Start-up cross-check: for some tensors, the loader alone must leave random bits exactly where the learned pieces say.
 
 The survey gave the loader all tensors at once, as a dense reload does; the paper's path gives it one. This holds the two ways
-together on the model at hand before the first refit (design section 4).
+together on the model at hand before the first refit.
 """
 
 from __future__ import annotations

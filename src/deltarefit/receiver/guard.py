@@ -1,4 +1,4 @@
-"""Did anything of the model move or change behind the hook's back? (paper A.2; checklist P084, D29)"""
+"""Did anything of the model move or change behind the hook's back? (paper A.2)"""
 
 from __future__ import annotations
 

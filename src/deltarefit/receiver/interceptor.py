@@ -194,7 +194,7 @@ class NanPlaceholder:
 
 
 class BitsPlaceholder:
-    """One bit pattern marks elements without an entry; for paths that keep stored bits (checklist D01)."""
+    """One bit pattern marks elements without an entry; for paths that keep stored bits."""
 
     def __init__(self, spec: TensorSpec, pattern: int) -> None:
         self._spec = spec

@@ -1,6 +1,6 @@
 """What no canonical tensor reaches: caches, runtime constants, padding. No refit changes it, so whatever changes it is news.
 
-Together with the digests of the canonical tensors this covers every byte of every parameter and buffer (design section 7).
+Together with the digests of the canonical tensors this covers every byte of every parameter and buffer.
 """
 
 from __future__ import annotations

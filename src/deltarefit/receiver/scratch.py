@@ -53,7 +53,7 @@ def nan_words(spec: TensorSpec, words: Words) -> NDArray[np.bool_]:
 
 
 class ScratchBuffer:
-    """Reusable host memory for one canonical tensor at a time. Its address never changes (checklist P092)."""
+    """Reusable host memory for one canonical tensor at a time. Its address never changes."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = np.zeros(nbytes + 8, dtype=np.uint8)

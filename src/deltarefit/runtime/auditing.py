@@ -1,4 +1,4 @@
-"""The audit: every receiver proves, from the bits it holds at that moment, that they are the committed policy's (design 7)."""
+"""The audit: every receiver proves, from the bits it holds at that moment, that they are the committed policy's."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class ManualClock:
 
 
 class Deadline:
-    """A point in time that bounds one wait, on one process's monotonic clock (checklist D06)."""
+    """A point in time that bounds one wait, on one process's monotonic clock."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Beats a beacon until closed. ``may_act`` is False once the lease may have run out in other eyes (checklist D37).
+    """Beats a beacon until closed. ``may_act`` is False once the lease may have run out in other eyes.
 
     A lease that ran out is not renewed by itself: the beacon stands still until ``restore``, so that nobody takes a holder for
     alive that others may have given up.

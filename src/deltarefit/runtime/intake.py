@@ -1,7 +1,7 @@
 """Brings the payloads of one attempt here, ahead of their application and from threads of its own, within a bound of bytes.
 
 Later payloads may arrive before the next one to apply, so the bound makes one exception: the payload that is wanted next is
-always fetched. Without it, later ones could fill all the room and nothing would ever move (checklist P193).
+always fetched. Without it, later ones could fill all the room and nothing would ever move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training side's one object: ``Publisher.refit()`` after each optimizer step (design section 2)."""
+"""The training side's one object: ``Publisher.refit()`` after each optimizer step."""
 
 from __future__ import annotations
 

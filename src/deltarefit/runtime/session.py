@@ -159,7 +159,7 @@ class RunHold:
         _LOG.warning("this coordinator's lease on %s ran out; nobody took the run over, so it goes on", self.store.url)
 
     def take_over_baseline(self) -> ControlState:
-        """Bind the committed version to the baseline that these owners just made (checklist D36)."""
+        """Bind the committed version to the baseline that these owners just made."""
         name = baseline_id(self.state.record.policy_version, self._ids.nonce())
         self.state = self.control.reinitialise(self.epoch, name, self._digest)
         return self.state

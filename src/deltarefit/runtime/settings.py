@@ -1,4 +1,4 @@
-"""Settings: frozen, validated, unknown keys refused; from Python, TOML or the environment (design section 9)."""
+"""Settings: frozen, validated, unknown keys refused; from Python, TOML or the environment."""
 
 from __future__ import annotations
 
@@ -79,24 +79,24 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """The training side. All ranks must be given the same."""
 
     min_receivers: int = 1
-    """Refits wait until so many receivers joined. 0 allows a run whose rollout starts later (checklist D14)."""
+    """Refits wait until so many receivers joined. 0 allows a run whose rollout starts later."""
     join_timeout_s: float = 600.0
     """How long the first refit waits for them; loading a large engine takes minutes."""
     reply_timeout_s: float = 120.0
     """How long any receiver may take to answer one call, applying an attempt's payloads included."""
     request_timeout_s: float = 60.0
-    """How long receivers wait for running requests when the request gate closes (checklist D09)."""
+    """How long receivers wait for running requests when the request gate closes."""
     group_timeout_s: float = 1800.0
     """How long training ranks wait for each other inside a refit before they take one for dead. Rank 0 may be waiting for
     receivers meanwhile, so it is longer than ``join_timeout_s``."""
     lease_s: float = 10.0
     """A coordinator or receiver that showed no sign of life for so long may be replaced."""
     max_attempts: int = 5
-    """Attempts of one transition before an operator is called (checklist D07)."""
+    """Attempts of one transition before an operator is called."""
     retry_pause_s: float = 0.2
     """Pause before the first retry; doubles each time, up to 30 s."""
     difference: Literal["difference", "xor", "overwrite"] = "difference"
-    """The encoding used wherever every receiver can take it (design section 5)."""
+    """The encoding used wherever every receiver can take it."""
     audit_every: int = 1
     """Receivers prove the whole policy's digest from what they hold at every n-th refit, and at the first; 0 only at the first.
     It costs them one read of the weights."""

@@ -1,7 +1,7 @@
 """Payloads that are here and not applied yet: in memory, on local disk, or being decoded. Bytes only; others decide.
 
 In asynchronous delivery payloads wait here while the engine serves: decoded up to a limit of bytes, then compressed in memory
-up to another, then on disk (checklist D33). Decoding runs on several threads, a bounded number of payloads ahead.
+up to another, then on disk. Decoding runs on several threads, a bounded number of payloads ahead.
 """
 
 from __future__ import annotations

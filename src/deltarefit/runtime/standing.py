@@ -85,7 +85,7 @@ class Standing:
     # --- lease and look ---------------------------------------------------------------------------------------------
 
     def keep_lease(self) -> None:
-        """After the lease ran out: shut the gate, and take part again as a new receiver (paper B.2; checklist D37).
+        """After the lease ran out: shut the gate, and take part again as a new receiver (paper B.2).
 
         Others may have gone on without this one. What it holds is looked at again: by itself (``look_at_run``), or by the
         coordinator at the next attempt.

@@ -1,6 +1,6 @@
 """Removes what dead processes left under a run: objects of ended attempts, mail that nobody will read, beacons of the dead.
 
-Only the holder of the run calls this, and only while no attempt is bound (checklist D41). What the record retains stays.
+Only the holder of the run calls this, and only while no attempt is bound. What the record retains stays.
 """
 
 from __future__ import annotations

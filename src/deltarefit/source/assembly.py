@@ -1,4 +1,4 @@
-"""Putting a residual tensor together from the parts that ranks converted (paper A.1; checklist P039 to P041)."""
+"""Putting a residual tensor together from the parts that ranks converted (paper A.1)."""
 
 from __future__ import annotations
 

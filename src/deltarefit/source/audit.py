@@ -1,4 +1,4 @@
-"""Proofs at start: one catalog, every canonical element owned exactly once, equal replicas (checklist P007, P015).
+"""Proofs at start: one catalog, every canonical element owned exactly once, equal replicas.
 
 What ranks exchange are strided views and digests, never a word per element. Every rank receives the same claims and comes
 to the same verdict, so all of them refuse or none.

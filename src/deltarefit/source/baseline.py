@@ -1,4 +1,4 @@
-"""The committed bits that owners compare with (paper 4.1; checklist P012 to P014).
+"""The committed bits that owners compare with (paper 4.1).
 
 One tracker per owned task: 1.0 times the owned bytes, in host memory or in a memory-mapped file, never on an accelerator.
 """

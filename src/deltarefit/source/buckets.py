@@ -1,7 +1,7 @@
 """How owned shards are cut into chunks that one thread scans, and chunks into buckets that travel (paper C, Fig. C.3).
 
 Sizes are input bytes, unchanged elements included. Nothing is ever split, and the cuts depend on sizes and on which chunks hold
-changes only, so every attempt at one candidate makes the same buckets (checklist P046, P062, P190).
+changes only, so every attempt at one candidate makes the same buckets.
 """
 
 from __future__ import annotations

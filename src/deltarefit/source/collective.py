@@ -1,4 +1,4 @@
-"""What the source side asks of the training job's own process group, and nothing more (design section 3).
+"""What the source side asks of the training job's own process group, and nothing more.
 
 No collective ever spans the trainer and the rollout side; this one joins the training ranks at set-up, for the audits and for
 residual conversion.

@@ -74,7 +74,7 @@ class ExplainedConverter(Protocol):
 
 
 def assembler_of(name: str, world_size: int) -> int:
-    """The training rank that assembles a residual tensor and keeps its baseline (checklist D04, P038).
+    """The training rank that assembles a residual tensor and keeps its baseline.
 
     It need not hold any of the sources.
     """

@@ -1,4 +1,4 @@
-"""Who compares which shard: one owner per shard among the ranks that hold a copy (paper 4.1; checklist P007 to P010, D04, D05).
+"""Who compares which shard: one owner per shard among the ranks that hold a copy (paper 4.1).
 
 Every rank computes the same answer from names, sizes and replica sets alone, without talking. It depends on nothing that
 differs between processes, attempts or restarts.
@@ -18,7 +18,7 @@ __all__ = ["elect_owners", "owned_tasks", "stable_hash"]
 
 
 def stable_hash(text: str) -> int:
-    """8 bytes of BLAKE2b over the UTF-8 text, little-endian (checklist D04); Python's own hash differs per process."""
+    """8 bytes of BLAKE2b over the UTF-8 text, little-endian; Python's own hash differs per process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

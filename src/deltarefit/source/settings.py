@@ -26,8 +26,8 @@ class SourceSettings:
     baseline_directory: Path | None = None
     """Where to memory-map the baseline; None keeps it in anonymous host memory. The file has no name and leaves nothing."""
     check_replicas: bool = True
-    """Whether copies of a shard are compared bit for bit at the start, which reads all weights that the rank holds (checklist
-    P015). ``Source.check_replicas`` does it again at any time."""
+    """Whether copies of a shard are compared bit for bit at the start, which reads all weights that the rank holds.
+    ``Source.check_replicas`` does it again at any time."""
     verify_candidate: bool = True
     """Whether commit first proves, at the price of one more scan, that the candidate is still the one that was sent."""
 

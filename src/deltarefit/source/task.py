@@ -28,8 +28,8 @@ class ConversionTask:
     spec: TensorSpec
     """The canonical tensor that the shard is part of."""
     pieces: tuple[Piece, ...]
-    """Where its elements lie: flat indices of the canonical tensor against positions in ``words()``. Padding has no piece
-    (checklist D25). Empty for an empty shard."""
+    """Where its elements lie: flat indices of the canonical tensor against positions in ``words()``. Padding has no piece.
+    Empty for an empty shard."""
     words: Callable[[], Words]
     """The stored bits now, in host memory, of the canonical dtype's width. Shares the parameter's memory where it can; a shard
     on an accelerator or of another dtype is copied. Asked anew for every scan, so a rebound parameter is followed."""

@@ -39,7 +39,7 @@ __all__ = [
 REFERENCE_ZSTD = "1.5.7"
 """The library whose bytes the paper's Table 2 was checked against."""
 TABLE2_NBYTES = {1e-4: (738_020, 333_504), 1e-3: (7_024_411, 3_225_495), 1e-2: (25_703_465, 14_927_773)}
-"""Noise to bytes of overwrites and of masks: paper 8.2, Table 2, to the byte as in research/perf.md section 2."""
+"""Noise to bytes of overwrites and of masks: paper 8.2, Table 2."""
 
 _RELATIVE_CHANGE = 1e-2
 

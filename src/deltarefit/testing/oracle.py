@@ -1,4 +1,4 @@
-"""The oracle of every refit test: a dense reload, compared as raw bytes (design section 10)."""
+"""The oracle of every refit test: a dense reload, compared as raw bytes."""
 
 from __future__ import annotations
 

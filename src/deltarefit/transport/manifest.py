@@ -1,4 +1,4 @@
-"""The list of payloads that an attempt is expected to deliver (paper B.1; checklist D17)."""
+"""The list of payloads that an attempt is expected to deliver (paper B.1)."""
 
 from __future__ import annotations
 

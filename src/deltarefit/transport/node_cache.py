@@ -1,4 +1,4 @@
-"""One download per node: the engines of a node share payloads through shared memory (paper 7.1; checklist D44).
+"""One download per node: the engines of a node share payloads through shared memory (paper 7.1).
 
 A directory, usually on ``/dev/shm``, holds the payloads of the attempt that is under way. Whoever needs a payload first holds
 its lock and downloads it; the others wait and read the same pages. The kernel drops a lock when its holder dies, so a killed

@@ -121,7 +121,7 @@ def read_manifest(store: RunStore, attempt: AttemptId) -> Manifest:
 
 
 def sweep_attempts(store: RunStore, *, keep: Callable[[], Sequence[AttemptId]]) -> int:
-    """Remove every attempt's objects but those to keep: what killed owners left behind (checklist D41), and old links.
+    """Remove every attempt's objects but those to keep: what killed owners left behind, and old links.
 
     ``keep`` is asked after the listing, so that what others begin or commit meanwhile is not touched: whatever was not there
     when the attempts were listed stays. Of the last one to keep, what only mattered while it was under way is removed. Returns

@@ -56,7 +56,7 @@ class _MasterAdamW:
     """AdamW on 32-bit master weights behind 16-bit parameters, as RL trainers keep them.
 
     Updates far below one bf16 step add up in the master instead of being lost, so that a step changes about 1 % of the stored
-    values (measured in the project's source study: 0.8 to 1.8 % at a learning rate of 1e-6).
+    values (measured: 0.8 to 1.8 % at a learning rate of 1e-6).
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], learning_rate: float, *, clips: bool) -> None:

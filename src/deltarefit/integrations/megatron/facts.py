@@ -1,7 +1,7 @@
 """What Megatron Bridge says about one parameter, as plain values.
 
 Facts are read from a ``WeightConversionTask`` by attribute, so that nothing here imports Megatron, and recorded facts of real
-jobs can be tested anywhere. Mappings are told by their exact class: a subclass may change values (checklist P025).
+jobs can be tested anywhere. Mappings are told by their exact class: a subclass may change values.
 """
 
 from __future__ import annotations

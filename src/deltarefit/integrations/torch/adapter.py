@@ -83,7 +83,7 @@ class TorchAdapter:
     def _cast(self, spec: TensorSpec) -> TensorSpec:
         """The spec in the dtype that is published: the checkpoint's where it has the tensor, else ``dtype``.
 
-        A floating-point cast rounds each element by itself, so bits are compared after it (checklist D23).
+        A floating-point cast rounds each element by itself, so bits are compared after it.
         """
         manifest, dtype = self._options.manifest, self._options.dtype
         wanted = dtype_name(dtype) if dtype is not None else spec.dtype

@@ -2,7 +2,7 @@
 
 Every frame is ``magic(2) kind(1) version(1) nbytes(4)``, little-endian, then ``nbytes`` of body. A body of kind MESSAGE is one
 msgspec struct in MessagePack; of kind DATA it is ``number(4) byte_offset(8)`` and payload bytes. No body is longer than 1 MiB
-and 12 bytes: every message library measured got slower with larger ones (infra study, section 4), and a frame is the unit
+and 12 bytes: every message library measured got slower with larger ones, and a frame is the unit
 of cut-through.
 """
 

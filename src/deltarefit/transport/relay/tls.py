@@ -1,4 +1,4 @@
-"""TLS 1.3 with certificates on both sides, from files (design section 9)."""
+"""TLS 1.3 with certificates on both sides, from files."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def split(below: Sequence[_T], fan_out: int) -> tuple[tuple[_T, ...], ...]:
 
 
 def rotate(peers: Sequence[_T], owner: int) -> tuple[_T, ...]:
-    """All peers, starting with the root of that owner: owners take roots in turn, so their load spreads (checklist D43)."""
+    """All peers, starting with the root of that owner: owners take roots in turn, so their load spreads."""
     if not peers:
         return ()
     first = owner % len(peers)
