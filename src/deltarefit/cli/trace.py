@@ -31,7 +31,7 @@ def trace(
     """Make a trace of one refit that opens in Perfetto (https://ui.perfetto.dev), and say what bounds its latency.
 
     FILES are what the event_directory setting made, or such directories. The file of the trainer's rank 0 alone holds the whole
-    refit; files of receivers and relays add what they did outside it.
+    refit; files of receivers add what they did outside it.
     """
     from deltarefit.errors import RejectedError
     from deltarefit.runtime.jsonlines import merge_event_files, read_event_file

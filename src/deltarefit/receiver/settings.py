@@ -25,6 +25,7 @@ class ReceiverSettings:
     """How a rank receives. All have defaults that are right for an unpacked model."""
 
     path: ApplyPath = ApplyPath.COMPILED
+    """How changed elements reach storage; both ways leave the same bits."""
     verify_writes: bool = False
     """Check every write after it was made (paper Fig. A.12)."""
     may_lack: tuple[str, ...] = ()

@@ -79,39 +79,41 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """The training side. All ranks must be given the same."""
 
     min_receivers: int = 1
-    """Refits wait until so many receivers joined. 0 allows a run whose rollout starts later."""
+    """A refit, and each retry, waits until so many live receivers are ready; all that are ready take part. 0: it never waits, so
+    a run may begin before its rollout does."""
     join_timeout_s: float = 600.0
-    """How long the first refit waits for them; loading a large engine takes minutes."""
+    """How long a refit waits for ``min_receivers``, then it is refused; loading a large engine takes minutes."""
     reply_timeout_s: float = 120.0
-    """How long any receiver may take to answer one call, applying an attempt's payloads included."""
+    """How long any receiver may take to answer one call. Applying what is left once the owners have sent everything, and proving
+    it, is one. Receivers show signs of life meanwhile: a dead one is noticed after ``lease_s`` all the same."""
     request_timeout_s: float = 60.0
-    """How long receivers wait for running requests when the request gate closes."""
+    """Added to ``reply_timeout_s`` for calls in which a request gate closes: at least the receivers' own."""
     group_timeout_s: float = 1800.0
     """How long training ranks wait for each other inside a refit before they take one for dead. Rank 0 may be waiting for
     receivers meanwhile, so it is longer than ``join_timeout_s``."""
     lease_s: float = 10.0
-    """A coordinator or receiver that showed no sign of life for so long may be replaced."""
+    """A coordinator or receiver that showed no sign of life for so long counts as dead. Receivers and relays get the same."""
     max_attempts: int = 5
-    """Attempts of one transition before an operator is called."""
+    """Attempts of one refit before it ends in ``OperatorRequiredError``."""
     retry_pause_s: float = 0.2
     """Pause before the first retry; doubles each time, up to 30 s."""
     difference: Literal["difference", "xor", "overwrite"] = "difference"
-    """The encoding used wherever every receiver can take it."""
+    """The encoding used wherever every receiver can take it; retries send overwrites."""
     audit_every: int = 1
-    """Receivers prove the whole policy's digest from what they hold at every n-th refit, and at the first; 0 only at the first.
-    It costs them one read of the weights."""
+    """Receivers prove the whole policy's digest from what they hold at a Publisher's first refit and at every n-th; 0: at the
+    first only. It costs them one read of the weights."""
     bucket_nbytes: int = 0
     """Input bytes per payload. 0: 512 MiB (paper C), or a 16th of a rank's share if that is less, but at least 4 MiB, so that
     comparing, sending and applying overlap for small models, too."""
     chunk_nbytes: int = 0
     """Input bytes per scan. 0: 64 MiB (paper C, object storage), or a quarter of a bucket if that is less."""
     scan_threads: int = 0
-    """Threads that compare and encode; 0 means one per core that this process may use."""
+    """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
     transport: Literal["auto", "object_store", "relay"] = "auto"
     """How payloads travel. ``auto``: by the relay tree where relays serve every required receiver's node, otherwise, and for
     every retry, over the object store."""
     relay_fan_out: int = 2
-    """Children of each relay in the tree."""
+    """Children of each relay in the tree, 1 to 64."""
     relay_retained_nbytes: int = 2**30
     """Most payload bytes that an owner keeps until every relay has them; then building waits."""
     relay_tls_authority: str = ""
@@ -157,15 +159,16 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     """The rollout side."""
 
     join_timeout_s: float = 600.0
-    """How long to wait for the trainer to open the run."""
+    """Without effect so far: a receiver waits for its run without end. See ``Receiver.wait_joined``."""
     lease_s: float = 10.0
-    """Must equal the publisher's: a receiver that could not renew for so long stops applying by itself."""
+    """A receiver that could not show a sign of life for so long stops by itself. Never longer than the publisher's, which is
+    checked; give it the same."""
     poll_s: float = 0.05
-    """Longest pause between two looks into the mailbox while idle."""
+    """Longest pause of the receiver's loop while it has nothing to do."""
     request_timeout_s: float = 60.0
-    """How long running requests may keep the request gate from closing."""
+    """How long running requests may keep the request gate from closing; then the attempt fails."""
     max_payload_nbytes: int = 8 * 2**30
-    """Larger payloads are refused before they are read."""
+    """Without effect so far."""
     shared_directory: str = "/dev/shm"
     """Where the engines of a node share downloads, and where its relay keeps payloads; the same for all of them. Empty: nothing
     is shared."""
@@ -186,6 +189,7 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     queue_slots: int = 264
     """Payloads accepted ahead of their application in synchronous delivery (paper C: 32 groups of 8, and 8)."""
     staging_nbytes: int = 8 * 2**30
-    """Compressed bytes that asynchronous delivery stages in memory; what comes on top goes to ``spill_directory``."""
+    """Compressed bytes that asynchronous delivery stages in memory; what comes on top goes to ``spill_directory``. Also the
+    longest chain of retained payloads that is taken by an engine that comes back."""
     spill_directory: str = ""
     """Where staged payloads go past that limit; empty: the system's directory for temporary files."""

@@ -20,7 +20,8 @@ class SourceSettings:
     chunk_nbytes: int = 64 * MIB
     """Input bytes, unchanged elements included, that one thread scans at a time (paper C: 64 MiB on object storage)."""
     bucket_nbytes: int = 512 * MIB
-    """Input bytes per payload (paper C). Tensors are never split, so chunks and buckets may exceed their targets."""
+    """Input bytes per payload (paper C). Parts of shards, of 64 MiB at most, are never split, so chunks and buckets may exceed
+    smaller targets."""
     scan_threads: int = 0
     """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
     baseline_directory: Path | None = None
