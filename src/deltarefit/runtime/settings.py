@@ -79,13 +79,13 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     """The training side. All ranks must be given the same."""
 
     min_receivers: int = 1
-    """A refit, and each retry, waits until so many live receivers are ready; all that are ready take part. 0: it never waits, so
-    a run may begin before its rollout does."""
+    """A refit, and each retry, waits until so many live receivers are ready; all that are ready take part. 0: it never waits,
+    so a run may begin before its rollout does."""
     join_timeout_s: float = 600.0
     """How long a refit waits for ``min_receivers``, then it is refused; loading a large engine takes minutes."""
     reply_timeout_s: float = 120.0
-    """How long any receiver may take to answer one call. Applying what is left once the owners have sent everything, and proving
-    it, is one. Receivers show signs of life meanwhile: a dead one is noticed after ``lease_s`` all the same."""
+    """How long any receiver may take to answer one call. Applying what is left once the owners have sent everything, and
+    proving it, is one. Receivers show signs of life meanwhile: a dead one is noticed after ``lease_s`` all the same."""
     request_timeout_s: float = 60.0
     """Added to ``reply_timeout_s`` for calls in which a request gate closes: at least the receivers' own."""
     group_timeout_s: float = 1800.0
