@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["Cast", "Piece", "StridedView", "canonical_bounds", "contiguous", "merge_pieces"]
+__all__ = ["Cast", "Piece", "StridedView", "canonical_bounds", "contiguous", "merge_pieces", "strided", "whole"]
 
 
 class Cast(IntEnum):
@@ -64,6 +65,12 @@ class StridedView:
         for length, stride in zip(self.shape, self.stride, strict=True):
             found = np.add.outer(found, np.arange(length, dtype=np.int64) * stride)
         return found.reshape(-1)
+
+
+def strided(words: NDArray[Any], view: StridedView) -> NDArray[Any]:
+    """The elements of a view of a flat array, in the view's shape; shares memory. The view must lie inside the array."""
+    steps = tuple(step * words.itemsize for step in view.stride)
+    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deltarefit.pieces import Cast, Piece, StridedView
 from deltarefit.placement import fit_pieces
 from deltarefit.placement.fit import split_ascending
-from deltarefit.placement.locate import element_positions, locate
+from deltarefit.placement.locate import locate
 
 
 def positions(view):
@@ -105,10 +105,10 @@ def test_locating_is_the_inverse_of_enumerating(offset, rows, columns, step, gap
     every = np.arange(piece.canonical.last + 10)
     places, found = locate(piece, every)
     assert sorted(zip(every[places].tolist(), found.tolist(), strict=True)) == pairs([piece])
-    assert sorted(element_positions(piece.storage).tolist()) == sorted(found.tolist())
+    assert sorted(piece.storage.positions().tolist()) == sorted(found.tolist())
 
 
 def test_positions_of_rank_0_and_empty_views():
-    assert element_positions(StridedView(7, (), ())).tolist() == [7]
-    assert element_positions(StridedView(7, (2, 0), (1, 1))).size == 0
-    assert element_positions(StridedView(1, (2, 2), (0, 3))).tolist() == [1, 4, 1, 4]
+    assert StridedView(7, (), ()).positions().tolist() == [7]
+    assert StridedView(7, (2, 0), (1, 1)).positions().size == 0
+    assert StridedView(1, (2, 2), (0, 3)).positions().tolist() == [1, 4, 1, 4]

@@ -14,7 +14,6 @@ from deltarefit.errors import RejectedError
 from deltarefit.pieces import StridedView
 from deltarefit.placement.inputs import Inputs
 from deltarefit.placement.learn import in_units
-from deltarefit.placement.locate import element_positions
 from deltarefit.placement.overlap import Claim, colliding
 from deltarefit.placement.run import run_loader
 from deltarefit.placement.shadow import Shadow
@@ -248,7 +247,7 @@ def test_collisions_are_those_of_byte_sets(drawn):
         claim(str(n), offset, (rows, columns), (row_step, step), width)
         for n, (offset, rows, columns, row_step, step, width) in enumerate(drawn)
     ]
-    cells = {c.owner: {int(p) * c.width + k for p in element_positions(c.view) for k in range(c.width)} for c in claims}
+    cells = {c.owner: {int(p) * c.width + k for p in c.view.positions() for k in range(c.width)} for c in claims}
     wanted = {(a, b) for a in cells for b in cells if a < b and cells[a] & cells[b]}
     assert {pair for pair in colliding(claims) if pair[0] != pair[1]} == wanted
 

@@ -257,6 +257,27 @@ def test_prewarm_changes_nothing_and_learns_layers_of_one_kind_once(name: str) -
     assert engine.builds == 1
 
 
+SEEN: list[tuple[torch.nn.Module, bytes]] = []
+
+
+def tiles_and_says_so(layer) -> None:
+    SEEN.append((layer, logical_words(layer.weight.data).tobytes()))
+    tiles(layer)
+
+
+def test_a_layer_is_believed_after_twenty_loads_of_random_bits() -> None:
+    """And four of ordinary numbers; a second layer of its kind after two."""
+    engine, catalog = engine_and_catalog((tiles_and_says_so, None, {"weight": BF16}))
+    model = engine.serve(random_weights(catalog, 1, finite=True))
+    SEEN.clear()
+    RankReceiver(model, model.load_weights, settings=ReceiverSettings(cross_check=0), after_load=engine).prewarm(catalog)
+    loads: dict[torch.nn.Module, set[bytes]] = {}
+    for layer, content in SEEN:
+        loads.setdefault(layer, set()).add(content)
+    zeros, digits = bytes(96), bytes(range(1, 97))
+    assert [len(contents - {zeros, digits}) for contents in loads.values()] == [24, 2]
+
+
 @pytest.mark.parametrize("name", ["nibbles", "kept beside", "sums appended", "largest scale"])
 def test_an_overwrite_retry_mends_half_an_attempt(name: str) -> None:
     subject = Subject(name)

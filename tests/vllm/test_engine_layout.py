@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.vllm.layout import LoadWatch, check_layout
+from deltarefit.integrations.exchange import PostLoadWatch
+from deltarefit.integrations.vllm.layout import check_layout
 
 pytestmark = pytest.mark.torch
 
@@ -25,7 +26,7 @@ class Model(torch.nn.Module):
 
 def watched(change) -> Model:
     model = Model()
-    watch = LoadWatch(model)
+    watch = PostLoadWatch(model)
     change(model)
     watch.finish()
     return model

@@ -18,10 +18,11 @@ from deltarefit.kernels.api import (
     scan,
 )
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.coding import code_records, decode_positions, decode_values
+from deltarefit.kernels.coding import ESCAPE, code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 
 __all__ = [
+    "ESCAPE",
     "BoundPieces",
     "Isa",
     "apply",

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
@@ -26,7 +24,7 @@ from deltarefit.kernels.coding import (
     totals_of,
 )
 from deltarefit.kernels.mix import digest_of_elements
-from deltarefit.pieces import Cast, Piece, StridedView
+from deltarefit.pieces import Cast, Piece, StridedView, strided
 from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane, ScanResult
 
 __all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan"]
@@ -59,20 +57,6 @@ def _boxes(piece: Piece) -> Iterator[Piece]:
             shrunk = [StridedView(view.offset, shape[1:], view.stride[1:]) for view in views]
             box = Piece(shrunk[0], shrunk[1], piece.cast)
         yield from _boxes(box)
-
-
-def _strided(words: Words, view: StridedView) -> NDArray[Any]:
-    """The elements of a view, sharing memory, in the view's shape."""
-    itemsize = words.dtype.itemsize
-    return as_strided(words[view.offset :], view.shape, [stride * itemsize for stride in view.stride])
-
-
-def _flat_indices(view: StridedView) -> NDArray[np.int64]:
-    index = np.full((1,) * len(view.shape), view.offset, np.int64)
-    for axis, (length, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
-        tail = (1,) * (len(view.shape) - axis - 1)
-        index = index + (np.arange(length, dtype=np.int64) * stride).reshape(-1, *tail)
-    return index.reshape(-1)
 
 
 def _walk(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
@@ -117,12 +101,12 @@ def _changes(
     old: list[Words] = [np.empty(0, spec.word_dtype)]
     change = TensorDigest()
     for box, first, last in _walk(pieces):
-        current = _strided(candidate, box.storage).reshape(-1)
+        current = strided(candidate, box.storage).reshape(-1)
         base = baseline[first:last]
         changed = np.arange(last - first) if everything else np.flatnonzero(current != base)
         if not changed.size:
             continue
-        index.append(_flat_indices(box.canonical)[changed])
+        index.append(box.canonical.positions()[changed])
         new.append(current[changed])
         old.append(base[changed])
         change += digest_of_elements(index[-1], new[-1]) - digest_of_elements(index[-1], old[-1])
@@ -167,20 +151,20 @@ def _write(storage: Words, target: NDArray[np.int64], values: Words, encoding: E
 def gather(storage: Words, pieces: Sequence[Piece]) -> Words:
     out = np.empty(total_elements(pieces), storage.dtype)
     for box, first, last in _walk(pieces):
-        out[first:last] = _strided(storage, box.storage).reshape(-1)
+        out[first:last] = strided(storage, box.storage).reshape(-1)
     return out
 
 
 def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece]) -> None:
     for box, first, last in _walk(pieces):
-        baseline[first:last] = _strided(candidate, box.storage).reshape(-1)
+        baseline[first:last] = strided(candidate, box.storage).reshape(-1)
 
 
 def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:
     total = TensorDigest()
     for box, _, _ in _walk(pieces):
-        bits = _strided(storage, box.storage).reshape(-1)
-        index = _flat_indices(box.canonical)
+        bits = strided(storage, box.storage).reshape(-1)
+        index = box.canonical.positions()
         if box.cast is Cast.WIDEN:
             if low := np.flatnonzero(bits & np.uint32(0xFFFF)).tolist():
                 raise BaseMismatchError(widened_text(int(index[low[0]])))

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarefit.kernels import decode_positions, plane_totals
+from deltarefit.kernels import ESCAPE, decode_positions, plane_totals
 from deltarefit.payload.header import refuse
 from deltarefit.records import CodedItem, LocationForm
 
 __all__ = ["check_disjoint", "check_locations"]
 
-_ESCAPE = 255
 _BLOCK = 2**20
 """Bytes looked at in one go: small enough that temporaries stay in cache."""
 
@@ -39,7 +38,7 @@ def check_locations(item: CodedItem, *, where: object, what: str) -> None:
         found = plane.size - totals[0][1]
         if found != item.count:
             refuse(where, f"{what}: its gaps give {found} positions, expected {item.count}")
-        if plane[-1] == _ESCAPE:
+        if plane[-1] == ESCAPE:
             refuse(where, f"{what}: its gaps end in the middle of an escape")
     if (last := _last_of_gaps(item, [total for total, _ in totals])) >= item.spec.num_elements:
         refuse(where, f"{what}: its gaps lead to element {last}, the tensor has {item.spec.num_elements}")
@@ -120,9 +119,9 @@ def _first_position(item: CodedItem) -> int:
         plane = item.location_planes[0]
         escapes = 0
         for block in _blocks(plane):
-            ends = np.flatnonzero(block != _ESCAPE)
+            ends = np.flatnonzero(block != ESCAPE)
             if ends.size:
-                return (escapes + int(ends[0])) * _ESCAPE + int(block[ends[0]])
+                return (escapes + int(ends[0])) * ESCAPE + int(block[ends[0]])
             escapes += block.size
     return sum(int(plane[0]) << (8 * number) for number, plane in enumerate(item.location_planes))
 

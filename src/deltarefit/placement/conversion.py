@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deltarefit.bits import logical_words, spec_of, tensor_from_words
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece, strided
 from deltarefit.placement.digits import IdSpace, add_digit, random_words
 from deltarefit.placement.fit import MAX_PIECES, fit_pieces
 
@@ -135,14 +135,9 @@ def _arrives(bits: Mapping[str, Words], words: Words, parts: Parts) -> bool:
         for piece in pieces:
             if piece.canonical.last >= words.size:
                 return False
-            if not np.array_equal(_strided(words, piece.canonical), _strided(bits[source], piece.storage)):
+            if not np.array_equal(strided(words, piece.canonical), strided(bits[source], piece.storage)):
                 return False
     return True
-
-
-def _strided(words: Words, view: StridedView) -> Words:
-    strides = tuple(stride * words.itemsize for stride in view.stride)
-    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, strides, writeable=False)
 
 
 def _random_runs(

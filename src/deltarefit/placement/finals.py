@@ -7,7 +7,7 @@ near-constant bytes of such results look like moved ones for a while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,26 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import Catalog, TensorSpec, Words
 from deltarefit.errors import RejectedError
+from deltarefit.placement.bit_homes import GranulePairs, fit_bit_homes, inverse
 from deltarefit.placement.digits import ordinary_words, random_words
-from deltarefit.placement.fit import MAX_PIECES, fit_pieces
-from deltarefit.placement.granules import BitHome, bytes_of_granules, granules_of_bytes
+from deltarefit.placement.granules import (
+    BitHome,
+    all_of_byte,
+    any_of_byte,
+    any_of_granule,
+    bytes_of_granules,
+    granules_of_bytes,
+    marked_ranges,
+)
 from deltarefit.placement.units import RawBytes, UnitRig
 
 __all__ = ["UnitMap", "learn_unit"]
 
+_RANDOM_PASSES = 20
+"""Loads of random bits. Three are too few: compensation sums then pass for constants."""
 _ORDINARY_PASSES = 4
 """Further loads of ordinary numbers: among random bits are NaN, which swallow maxima and sums."""
-VERIFY_PASSES = 20
-"""Loads of random bits. Three are too few: compensation sums then pass for constants ."""
+_SEED = 0
 _INFLUENCE_TRIES = 8
 """Other contents tried before a tensor is said to show nowhere: of three scales only the largest shows."""
 _LEVELS = (8, 4, 1)
@@ -55,9 +64,6 @@ class UnitMap:
     """Per path byte ranges that post-load computes, shape [ranges, 2]: first and end."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Of every storage that depends on canonical tensors, by path."""
-    bits: int = 8
-    """Size of the granules that were told apart."""
-    num_passes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +81,9 @@ class _Final:
 
     def computed(self) -> _Mask:
         """Per byte, whether post-load computes it. Where anything is computed, bytes that look constant count as computed."""
-        mask = _bytewise(self.wrong, self.bits)
+        mask = any_of_byte(self.wrong, self.bits)
         if mask.any():
-            mask |= _bytewise(self.ids == 0, self.bits)
+            mask |= any_of_byte(self.ids == 0, self.bits)
         return mask
 
 
@@ -94,24 +100,21 @@ class _Level:
     varies: set[str]
 
 
-def learn_unit(rig: UnitRig, catalog: Catalog, *, seed: int = 0, verify: int = VERIFY_PASSES) -> UnitMap:
+def learn_unit(rig: UnitRig, catalog: Catalog) -> UnitMap:
     """Learn one unit. Memory while learning: about six bytes for each granule of the unit and of what it becomes.
 
     Raises:
         RejectedError: load or post-load fails on a probe, or leaves other tensors from one time to the next.
     """
-    return _Learning(rig, catalog, seed, verify).learn()
+    return _Learning(rig, catalog).learn()
 
 
 class _Learning:
-    def __init__(self, rig: UnitRig, catalog: Catalog, seed: int, verify: int) -> None:
+    def __init__(self, rig: UnitRig, catalog: Catalog) -> None:
         self._rig = rig
         self._specs = [catalog[name] for name in rig.placed]
         self._computed = [catalog[name] for name in rig.computed]
-        self._seed = seed
-        self._verify = verify
         self._starts = np.cumsum([0, *(spec.nbytes for spec in self._specs)])
-        self._num_passes = 0
         self._reference: dict[str, RawBytes] | None = None
 
     @property
@@ -133,13 +136,11 @@ class _Learning:
                 break  # what is still missing is not cut finer but computed, or dropped
             best = level
         self._sort(best, expected, result)
-        result.num_passes = self._num_passes
         return result
 
     # --- running probes -------------------------------------------------------------------------------------------
 
     def _run(self, stream: RawBytes, computed: Mapping[str, Words] | None = None) -> dict[str, RawBytes]:
-        self._num_passes += 1
         words = {
             spec.name: stream[start : start + spec.nbytes].view(spec.word_dtype)
             for spec, start in zip(self._specs, self._starts, strict=False)
@@ -148,7 +149,7 @@ class _Learning:
 
     def _random(self, generator: np.random.Generator, turn: int) -> tuple[RawBytes, dict[str, Words]]:
         def words(spec: TensorSpec) -> Words:
-            if turn >= self._verify:
+            if turn >= _RANDOM_PASSES:
                 return ordinary_words(spec.dtype, spec.num_elements, generator)
             return random_words(spec.dtype, spec.num_elements, generator, turn=turn)
 
@@ -181,11 +182,11 @@ class _Learning:
         recomputed = {path: final.computed() for path, final in finals.items()}
         masks = {size: np.zeros(self._nbytes * 8 // size + 1, bool) for size in {final.bits for final in finals.values()}}
         for path, final in finals.items():
-            final.ids[_granulewise(recomputed[path], final.bits)] = 0
+            final.ids[any_of_granule(recomputed[path], final.bits)] = 0
             masks[final.bits][final.ids] = True
         reached = np.zeros(self._nbytes, bool)
         for size, mask in masks.items():
-            reached |= _all_of_byte(mask[1:], size)
+            reached |= all_of_byte(mask[1:], size)
         return _Level(bits, finals, recomputed, reached, varies)
 
     def _numbers(self, bits: int, constants: Outputs) -> dict[str, Ids]:
@@ -225,10 +226,10 @@ class _Learning:
 
     def _check(self, finals: Mapping[str, _Final]) -> set[str]:
         """Random loads must leave what the numbers foretell. Returns the storages that any load changed."""
-        generator = np.random.default_rng(self._seed)
+        generator = np.random.default_rng(_SEED)
         varies = {path for path, final in finals.items() if final.ids.any()}
         sizes = {path: final.before.nbytes * final.bits // (8 * final.before.itemsize) for path, final in finals.items()}
-        for turn in range(self._verify + _ORDINARY_PASSES):
+        for turn in range(_RANDOM_PASSES + _ORDINARY_PASSES):
             stream, computed = self._random(generator, turn)
             outputs = self._run(stream, computed)
             _require_sizes(sizes, outputs)
@@ -247,9 +248,8 @@ class _Learning:
     # --- what it means --------------------------------------------------------------------------------------------
 
     def _sort(self, level: _Level, expected: _Mask, result: UnitMap) -> None:
-        result.bits = level.bits
         result.nbytes = {path: int(level.recomputed[path].size) for path in level.varies}
-        result.recomputed = {path: _ranges(mask) for path, mask in level.recomputed.items() if mask.any()}
+        result.recomputed = {path: marked_ranges(mask) for path, mask in level.recomputed.items() if mask.any()}
         reached = level.reached | ~expected
         missing: dict[str, str] = {}
         for spec, start in zip(self._specs, self._starts, strict=False):
@@ -282,13 +282,11 @@ class _Learning:
 
     def _differing(self, name: str) -> dict[str, _Mask]:
         """Per path, the bytes that change when this tensor alone is loaded with other bits."""
-        stream, computed = self._random(np.random.default_rng(self._seed + 1), self._verify)
+        stream, computed = self._random(np.random.default_rng(_SEED + 1), _RANDOM_PASSES)
         if self._reference is None:
             self._reference = self._run(stream, computed)
         for turn in range(_INFLUENCE_TRIES):
-            other, other_computed = self._random(
-                np.random.default_rng(self._seed + 2 + turn), turn if turn % 2 else self._verify
-            )
+            other, other_computed = self._random(np.random.default_rng(_SEED + 2 + turn), turn if turn % 2 else _RANDOM_PASSES)
             changed = stream.copy()
             for spec, start in zip(self._specs, self._starts, strict=False):
                 if spec.name == name:
@@ -304,93 +302,18 @@ class _Learning:
         tangled: dict[str, str] = {}
         for path, final in level.finals.items():
             starts = self._starts * 8 // final.bits
-            numbers, positions = _inverse(final.ids, int(starts[-1]))
+            numbers, positions = inverse(final.ids, int(starts[-1]))
             bounds = np.searchsorted(numbers, starts)
             for spec, start, low, high in zip(self._specs, starts, bounds, bounds[1:], strict=False):
                 if low == high or spec.name in missing or spec.name in tangled:
                     continue
-                pairs = _Pairs(numbers[low:high] - int(start), positions[low:high])
-                found = _fit(spec, path, pairs, final.before, final.bits)
+                pairs = GranulePairs(numbers[low:high] - int(start), positions[low:high])
+                found = fit_bit_homes(spec, path, pairs, final.before, final.bits)
                 if isinstance(found, str):
                     tangled[spec.name] = found
                 else:
                     homes.setdefault(spec.name, []).extend(found)
         return {name: tuple(found) for name, found in homes.items() if name not in tangled}, tangled
-
-
-def _inverse(ids: Ids, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of a source granule, from 0, and its final granule; source granules ascending, once for each copy."""
-    positions = np.flatnonzero(ids)
-    final = np.full(count + 1, -1, np.int64)
-    final[ids[positions]] = positions
-    numbers = np.flatnonzero(final >= 0)
-    if numbers.size == positions.size:
-        return numbers - 1, final[numbers]
-    order = np.argsort(ids[positions], kind="stable")  # some have several copies
-    return ids[positions][order].astype(np.int64) - 1, positions[order]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Canonical and final granules of one tensor in one storage, canonical ones ascending."""
-
-    canonical: NDArray[np.int64]
-    final: NDArray[np.int64]
-
-
-def _fit(spec: TensorSpec, path: str, pairs: _Pairs, flips: NDArray[Any], bits: int) -> list[BitHome] | str:
-    found: list[BitHome] = []
-    for copy in _copies(pairs):
-        constants = np.unique(flips[copy.final])
-        coarse, size = _coarsened(copy, bits, spec.element_nbytes * 8)
-        flip = int(constants[0])
-        if constants.size > 1:
-            return f"post-load flips bits of it in {path} in a pattern that is not followed"
-        if flip and size != bits:
-            flip = sum(flip << shift for shift in range(0, size, bits))
-        pieces = fit_pieces(coarse.canonical, coarse.final, limit=MAX_PIECES)
-        elements = _elements(coarse.canonical, spec.element_nbytes * 8 // size)
-        held = None if elements is None else fit_pieces(elements, elements, limit=MAX_PIECES)
-        if pieces is None or held is None:
-            return f"post-load scatters it over {path} in no strided way"
-        found.append(BitHome(path, size, tuple(pieces), flip, tuple(piece.canonical for piece in held)))
-    return found
-
-
-def _elements(granules: NDArray[np.int64], per_element: int) -> NDArray[np.int64] | None:
-    """The elements that ascending granules make up; None if one is there in part only."""
-    if granules.size % per_element:
-        return None
-    rows = granules.reshape(-1, per_element)
-    is_whole = bool((rows == rows[:, :1] // per_element * per_element + np.arange(per_element)).all())
-    return rows[:, 0] // per_element if is_whole else None
-
-
-def _copies(pairs: _Pairs) -> Sequence[_Pairs]:
-    """Cut so that no canonical granule comes twice in a part: one part per copy that post-load made within the storage."""
-    again = np.concatenate([[False], pairs.canonical[1:] == pairs.canonical[:-1]])
-    if not again.any():
-        return [pairs]
-    first = np.flatnonzero(~again)
-    turn = np.arange(again.size) - np.repeat(first, np.diff(np.append(first, again.size)))
-    return [_Pairs(pairs.canonical[turn == k], pairs.final[turn == k]) for k in range(int(turn.max()) + 1)]
-
-
-def _coarsened(pairs: _Pairs, bits: int, element_bits: int) -> tuple[_Pairs, int]:
-    """The same pairs in granules as large as possible, up to the element."""
-    size = bits
-    while size < element_bits:
-        ratio = {1: 4, 4: 2}.get(size, 2)
-        if pairs.canonical.size % ratio:
-            break
-        canonical, final = pairs.canonical.reshape(-1, ratio), pairs.final.reshape(-1, ratio)
-        steps = np.arange(ratio)
-        is_joined = not (canonical[:, 0] % ratio).any() and not (final[:, 0] % ratio).any()
-        if not is_joined or (canonical - steps != canonical[:, :1]).any() or (final - steps != final[:, :1]).any():
-            break
-        pairs = _Pairs(canonical[:, 0] // ratio, final[:, 0] // ratio)
-        size *= ratio
-    return pairs, size
 
 
 def _require_same(first: Outputs, second: Outputs) -> None:
@@ -404,27 +327,7 @@ def _require_sizes(sizes: Mapping[str, int], outputs: Outputs) -> None:
         raise RejectedError(f"post-load leaves other tensors from one load to the next, first {differing[:3]}")
 
 
-def _bytewise(granules: _Mask, bits: int) -> _Mask:
-    """Per byte, whether any of its granules is marked; a copy."""
-    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).any(axis=1))
-
-
-def _granulewise(mask: _Mask, bits: int) -> _Mask:
-    """Per granule, whether any of its bytes is marked."""
-    return np.asarray(mask.reshape(-1, bits // 8).any(axis=1)) if bits >= 8 else np.repeat(mask, 8 // bits)
-
-
-def _all_of_byte(granules: _Mask, bits: int) -> _Mask:
-    """Per byte, whether all of it is marked."""
-    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).all(axis=1))
-
-
 def _share(level: _Level, expected: _Mask) -> float:
     """Part of the loaded source bytes that were found again whole."""
     wanted = int(expected.sum())
     return 1.0 if not wanted else int((level.reached & expected).sum()) / wanted
-
-
-def _ranges(mask: _Mask) -> NDArray[np.int64]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return edges.reshape(-1, 2).astype(np.int64)

@@ -13,11 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltarefit.canonical import WORDS
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece, StridedView, strided
 
-__all__ = ["BitHome", "bytes_of_granules", "granules_of_bytes", "granules_of_words", "strided", "words_of_granules"]
+__all__ = [
+    "BitHome",
+    "all_of_byte",
+    "any_of_byte",
+    "any_of_granule",
+    "bytes_of_granules",
+    "granules_of_bytes",
+    "granules_of_words",
+    "marked_ranges",
+    "words_of_granules",
+]
 
 Bytes = NDArray[np.uint8]
+Mask = NDArray[np.bool_]
 Granules = NDArray[Any]
 
 
@@ -42,12 +53,6 @@ class BitHome:
             np.array_equal(strided(final, piece.storage) ^ final.dtype.type(self.flip), strided(canonical, piece.canonical))
             for piece in self.pieces
         )
-
-
-def strided(words: NDArray[Any], view: StridedView) -> NDArray[Any]:
-    """A view of a flat array; shares memory."""
-    steps = tuple(step * words.itemsize for step in view.stride)
-    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, steps)
 
 
 def granules_of_bytes(raw: Bytes, bits: int) -> Granules:
@@ -81,3 +86,24 @@ def granules_of_words(words: NDArray[Any], bits: int) -> Granules:
 def words_of_granules(granules: Granules, bits: int, width: int) -> NDArray[Any]:
     """Words of ``width`` bytes that granules make up."""
     return bytes_of_granules(np.ascontiguousarray(granules), bits).view(WORDS[width])
+
+
+def any_of_byte(granules: Mask, bits: int) -> Mask:
+    """Per byte, whether any of its granules is marked; a copy."""
+    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).any(axis=1))
+
+
+def any_of_granule(mask: Mask, bits: int) -> Mask:
+    """Per granule, whether any of its bytes is marked."""
+    return np.asarray(mask.reshape(-1, bits // 8).any(axis=1)) if bits >= 8 else np.repeat(mask, 8 // bits)
+
+
+def all_of_byte(granules: Mask, bits: int) -> Mask:
+    """Per byte, whether all of it is marked."""
+    return np.repeat(granules, bits // 8) if bits >= 8 else np.asarray(granules.reshape(-1, 8 // bits).all(axis=1))
+
+
+def marked_ranges(mask: Mask) -> NDArray[np.int64]:
+    """First and end of every run of marked places, shape [runs, 2]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return edges.reshape(-1, 2).astype(np.int64)

@@ -44,9 +44,6 @@ class LearnedLayers:
     """Canonical tensors of units whose post-load cannot be followed at all."""
     untouched: tuple[str, ...] = ()
     """Canonical tensors that no post-load step comes near."""
-    num_learned: int = 0
-    """Units that were learnt; the others are alike and were only checked."""
-    num_passes: int = 0
 
 
 def learn_layers(
@@ -63,8 +60,6 @@ def learn_layers(
             if unit_map is None:
                 unit_map = learn_unit(rig, catalog)
                 known[_kind(unit, learned, catalog)] = (unit, unit_map)
-                result.num_learned += 1
-                result.num_passes += unit_map.num_passes
             views = {path: view_of(tensor) for path, tensor in rig.reached.tensors.items()}
             result.layers.append(LearnedLayer(unit, unit_map, rig, views))
             rig.release()

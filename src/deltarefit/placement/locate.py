@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece
 
-__all__ = ["element_positions", "locate"]
+__all__ = ["locate"]
 
 Positions = NDArray[np.int64]
 
@@ -36,12 +36,3 @@ def locate(piece: Piece, flat_index: Positions) -> tuple[NDArray[Any], Positions
         positions += step * storage_stride
     held &= rest == 0
     return places[held], positions[held]
-
-
-def element_positions(view: StridedView) -> Positions:
-    """The positions of a view's elements in row-major order, shape [elements]."""
-    positions = np.full(view.shape, view.offset, dtype=np.int64)
-    for axis, (length, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
-        steps = np.arange(length, dtype=np.int64) * stride
-        positions += steps.reshape((-1,) + (1,) * (len(view.shape) - axis - 1))
-    return positions.reshape(-1)

@@ -17,7 +17,6 @@ from deltarefit.pieces import Cast, Piece
 from deltarefit.placement.digits import Ids, IdSpace, add_digit, random_words
 from deltarefit.placement.fit import fit_pieces
 from deltarefit.placement.inputs import LoadWeights
-from deltarefit.placement.locate import element_positions
 from deltarefit.placement.run import Home, OpaqueWrites, group_homes, run_loader
 from deltarefit.placement.shadow import Shadow, byte_bounds
 from deltarefit.placement.storages import ModelStorage, StorageMap
@@ -242,7 +241,7 @@ class _Probing:
         """Views with their elements' positions and ids; an element of several views counts in the first."""
         seen: dict[tuple[str, int], list[Ids]] = {}
         for view in self._views.values():
-            positions = element_positions(view.write.view)
+            positions = view.write.view.positions()
             ids = view.ids
             earlier = seen.setdefault((view.write.storage.key, DTYPE_NBYTES[view.write.dtype]), [])
             low, high = view.write.view.first, view.write.view.last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from deltarefit.placement.shadow import Shadow
 from deltarefit.placement.storages import ModelStorage, StorageMap
 from deltarefit.placement.watch import LoadWatch, Write
 
-__all__ = ["Home", "OpaqueWrites", "Run", "group_homes", "run_loader"]
+__all__ = ["Home", "OpaqueWrites", "Run", "group_homes", "places_of", "run_loader"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,11 @@ class Home:
 def group_homes(grouped: Mapping[tuple[str, int], tuple[ModelStorage, Sequence[Piece]]]) -> tuple[Home, ...]:
     """Homes from pieces by (storage key, width)."""
     return tuple(Home(storage, width, tuple(pieces)) for (_, width), (storage, pieces) in grouped.items())
+
+
+def places_of(homes: Iterable[Home]) -> frozenset[tuple[str, int, Piece]]:
+    """What homes say of storage; equal for two tensors if they share all of it element by element."""
+    return frozenset((home.storage.key, home.width, piece) for home in homes for piece in home.pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

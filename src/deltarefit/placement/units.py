@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from deltarefit.bits import tensor_from_words
 from deltarefit.canonical import WORDS, Catalog, Words
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Cast
+from deltarefit.pieces import Cast, strided
 from deltarefit.placement.after_load import PostLoadStep
-from deltarefit.placement.granules import strided
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.reach import Reached, StateUndo, reach

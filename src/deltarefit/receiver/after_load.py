@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltarefit.bits import storage_view
 from deltarefit.canonical import DTYPE_NBYTES, Catalog
 from deltarefit.errors import LoaderContractError
 from deltarefit.pieces import StridedView
@@ -19,18 +18,18 @@ from deltarefit.placement.fit import fit_pieces
 from deltarefit.placement.granules import BitHome
 from deltarefit.placement.layers import LearnedLayer, LearnedLayers, view_of
 from deltarefit.placement.learn import LearnedLoader
-from deltarefit.placement.locate import element_positions
 from deltarefit.placement.overlap import Claim
 from deltarefit.placement.run import Home
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
-from deltarefit.receiver.assembly import Prewarmed, digest_plan_of, refusal
+from deltarefit.receiver.assembly import Prewarmed, digest_plan_of, fingerprint_of, refusal
 from deltarefit.receiver.crosscheck import sample
-from deltarefit.receiver.guard import DerivedTensors, StorageFence, layout_fingerprint, layout_of
+from deltarefit.receiver.guard import DerivedTensors, StorageFence, layout_of
 from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
 from deltarefit.receiver.rerun import RerunUnit, SentWhole
 from deltarefit.receiver.rest import rests_of
-from deltarefit.receiver.routes import held_homes, held_pieces, pieces_route, unreached_elements
+from deltarefit.receiver.routes import held_homes, held_pieces, pieces_route
 from deltarefit.receiver.settings import ReceiverSettings
+from deltarefit.receiver.unreached import tensor_places, unreached_elements
 from deltarefit.receiver.writers import WordsTarget, targets_of
 from deltarefit.records import Encoding
 
@@ -274,16 +273,10 @@ class AfterLoadAssembly:
                     yield Claim(f"post-load of {rerun.label}", rerun.storages[path].key, view, 1)
 
     def _report(self, routes: dict[str, TensorRoute], claims: Sequence[Claim], aliases: Mapping[str, str]) -> PrewarmReport:
-        lines = [f"{name} {r.kind} {r.encodings} {r.cast} {r.coverage} {r.is_dense}" for name, r in routes.items()]
-        layout = layout_of(self._model)
-        places = {
-            name: (self._storage(tensor).key, storage_view(tensor), tensor.element_size())
-            for name, tensor in self._state.items()
-            if tensor.numel()
-        }
+        places = tensor_places(self._model, self._storages)
         return PrewarmReport(
             routes=routes,
-            fingerprint=layout_fingerprint(layout, self._catalog.digest, self._settings.current_tag(), *lines),
+            fingerprint=fingerprint_of(self._model, self._catalog, self._settings, routes),
             unreached=unreached_elements(places, claims),
             misreported=(),
             aliases=tuple(sorted(aliases.items())),
@@ -298,7 +291,7 @@ def _byte_views(home: Home) -> Iterable[StridedView]:
     if not home.bits or home.bits >= 8:
         return [piece.storage for piece in home.pieces]
     per_byte = 8 // home.bits
-    touched = np.unique(np.concatenate([element_positions(piece.storage) // per_byte for piece in home.pieces]))
+    touched = np.unique(np.concatenate([piece.storage.positions() // per_byte for piece in home.pieces]))
     pieces = fit_pieces(touched, touched)
     if pieces is None:  # no pattern: claim everything between, so that nothing there counts as unchanging
         return [StridedView(int(touched[0]), (int(touched[-1] - touched[0]) + 1,), (1,))]

@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deltarefit.bits import storage_view
 from deltarefit.canonical import Catalog, TensorDigest, TensorSpec
 from deltarefit.errors import BaseMismatchError, RejectedError
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.run import Home
-from deltarefit.placement.storages import StorageMap, state_tensors
+from deltarefit.placement.storages import StorageMap
 from deltarefit.receiver.crosscheck import contradiction, sample
 from deltarefit.receiver.guard import DerivedTensors, Place, StorageFence, layout_fingerprint, layout_of
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import KeptCopy
-from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute, matches
+from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute
 from deltarefit.receiver.rerun import RerunUnit
 from deltarefit.receiver.rest import Rest, rests_of
 from deltarefit.receiver.routes import (
@@ -31,14 +30,15 @@ from deltarefit.receiver.routes import (
     is_constant,
     pieces_route,
     scratch_route,
-    unreached_elements,
     view_key,
 )
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
+from deltarefit.receiver.unreached import TensorPlace, lacking, tensor_places, unreached_elements
 from deltarefit.receiver.writers import WordsTarget, bit_target, target_of_piece, targets_of
+from deltarefit.wording import some_of
 
-__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "digest_plan_of", "refusal"]
+__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "digest_plan_of", "fingerprint_of", "refusal"]
 
 _SHOWN = 20
 _MAX_PARTS = 64
@@ -56,9 +56,8 @@ class PrewarmRefusedError(RejectedError):
 
 def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> PrewarmRefusedError:
     """One error that lists tensors with their reasons."""
-    lines = [f"  {name}: {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
-    more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-    return PrewarmRefusedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n" + "\n".join(lines) + more, reasons)
+    lines = some_of((f"{name}: {reason}" for name, reason in reasons.items()), _SHOWN, joint="\n  ")
+    return PrewarmRefusedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n  {lines}", reasons)
 
 
 _Part = tuple[WordsTarget, tuple[Piece, ...]]
@@ -112,6 +111,14 @@ def digest_plan_of(spec: TensorSpec, homes: Sequence[Home], held: HeldPieces, *,
         tuple(((makers[n], copy), (makers[m], first)) for (n, copy), (m, first) in held.replicas),
         has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < spec.num_elements,
     )
+
+
+def fingerprint_of(
+    model: torch.nn.Module, catalog: Catalog, settings: ReceiverSettings, routes: Mapping[str, TensorRoute]
+) -> str:
+    """Changes when a new prewarm is needed, or led to other routes."""
+    lines = [f"{name} {r.kind} {r.encodings} {r.cast} {r.coverage} {r.is_dense}" for name, r in routes.items()]
+    return layout_fingerprint(layout_of(model), catalog.digest, settings.current_tag(), *lines)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,9 +189,9 @@ class Assembly:
         for name, trial in self._trials.items():
             if trial.refusal is not None:
                 self._refused[name] = trial.refusal
-        tensors = self._places()
-        unreached = unreached_elements(tensors, claims)
-        self._refuse_unreached(unreached, tensors)
+        places = tensor_places(self._model, self._storages)
+        unreached = unreached_elements(places, claims)
+        self._refuse_unreached(places, unreached)
         if not self._refused:
             self._cross_check(load_weights)
         if self._refused:
@@ -208,23 +215,12 @@ class Assembly:
             residue_at_start={rest.key: rest.digest() for rest in rests},
         )
 
-    def _places(self) -> dict[str, tuple[str, StridedView, int]]:
-        places: dict[str, tuple[str, StridedView, int]] = {}
-        for name, tensor in state_tensors(self._model).items():
-            found = self._storages.find(tensor) if tensor.numel() else None
-            if found is not None:
-                places[name] = (found[0].key, storage_view(tensor), tensor.element_size())
-        return places
-
-    def _refuse_unreached(self, unreached: Mapping[str, int], places: Mapping[str, tuple[str, StridedView, int]]) -> None:
-        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        for name, count in unreached.items():
-            if name not in parameters or count < places[name][1].num_elements or matches(name, self._settings.may_lack):
-                continue
-            if name in self._learned.reported:
-                self._refused.setdefault(name, "the loader reports it as loaded, but no write to it was seen")
-            else:
-                self._refused.setdefault(name, "no canonical tensor reaches this parameter: the checkpoint lacks it")
+    def _refuse_unreached(self, places: Mapping[str, TensorPlace], unreached: Mapping[str, int]) -> None:
+        for name, reason in lacking(self._model, places, unreached, self._settings.may_lack).items():
+            is_reported = name in self._learned.reported
+            self._refused.setdefault(
+                name, "the loader reports it as loaded, but no write to it was seen" if is_reported else reason
+            )
 
     def _routes(self, aliased: set[str]) -> dict[str, TensorRoute]:
         routes: dict[str, TensorRoute] = {}
@@ -286,13 +282,9 @@ class Assembly:
             for name, route in routes.items()
             if route.kind == "scratch" or (route.kind == "pieces" and self._settings.path is ApplyPath.SCRATCH)
         ]
-        lines = [
-            f"{name} {route.kind} {route.encodings} {route.cast} {route.coverage} {route.is_dense}"
-            for name, route in routes.items()
-        ]
         return PrewarmReport(
             routes=routes,
-            fingerprint=layout_fingerprint(layout_of(self._model), self._catalog.digest, self._settings.current_tag(), *lines),
+            fingerprint=fingerprint_of(self._model, self._catalog, self._settings, routes),
             unreached=unreached,
             misreported=tuple(sorted(n for n in self._learned.reported if n in routes and routes[n].kind == "skipped")),
             aliases=tuple(aliases),

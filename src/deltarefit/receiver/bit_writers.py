@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
-from deltarefit.pieces import Piece
-from deltarefit.placement.granules import granules_of_bytes, granules_of_words, strided, words_of_granules
+from deltarefit.pieces import Piece, strided
+from deltarefit.placement.granules import granules_of_bytes, granules_of_words, words_of_granules
 from deltarefit.placement.locate import locate
 from deltarefit.records import CodedItem, Encoding
 

@@ -14,7 +14,6 @@ from deltarefit.canonical import WORDS, TensorSpec
 from deltarefit.pieces import Cast
 from deltarefit.placement.digits import random_words
 from deltarefit.placement.inputs import LoadWeights
-from deltarefit.placement.locate import element_positions
 from deltarefit.placement.run import Home, run_loader
 from deltarefit.placement.shadow import Shadow, byte_bounds
 from deltarefit.placement.storages import StorageMap
@@ -45,7 +44,7 @@ def contradiction(
         return f"the loader does not take it alone: {run.failure}"
     for home in homes:
         for piece in home.pieces:
-            expected = bits[element_positions(piece.canonical)]
+            expected = bits[piece.canonical.positions()]
             if piece.cast is Cast.WIDEN:
                 expected = expected.astype(WORDS[home.width]) << WORDS[home.width].type(16)
             found = shadow.read(home.storage, piece.storage, _RAW_DTYPE[home.width]).view(WORDS[home.width])

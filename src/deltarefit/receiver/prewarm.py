@@ -7,23 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltarefit.bits import storage_view
 from deltarefit.canonical import Catalog, TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.layers import learn_layers
 from deltarefit.placement.learn import LearnedLoader, learn_loader
-from deltarefit.placement.overlap import Claim
-from deltarefit.placement.run import run_loader
+from deltarefit.placement.run import places_of, run_loader
 from deltarefit.placement.storages import StorageMap, state_tensors
 from deltarefit.receiver.after_load import AfterLoadAssembly, narrowed
 from deltarefit.receiver.assembly import Assembly, Prewarmed, refusal
 from deltarefit.receiver.guard import ModelGuard
 from deltarefit.receiver.report import matches
-from deltarefit.receiver.routes import aliases_and_collisions, claims_of, unreached_elements
+from deltarefit.receiver.routes import aliases_and_collisions, claims_of
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import try_loader
+from deltarefit.receiver.unreached import lacking, tensor_places, unreached_elements
 
 __all__ = ["prewarm_after_load", "prewarm_model"]
 
@@ -90,7 +89,9 @@ def prewarm_after_load(
     collisions = aliases_and_collisions(learned, claims)[1]
     problems |= {name: reason for name, reason in collisions.items() if not matches(name, settings.may_ignore)}
     kept = {name for name, tensor in state_tensors(model).items() if tensor.numel()}
-    problems |= {name: reason for name, reason in lacking(twin, storages, claims, settings).items() if name in kept}
+    places = tensor_places(twin, storages)
+    missing = lacking(twin, places, unreached_elements(places, claims), settings.may_lack)
+    problems |= {name: reason for name, reason in missing.items() if name in kept}
     if problems or learned.refused:
         raise refusal({**learned.refused, **problems})
     layers = learn_layers(twin, after_load, storages, learned, catalog)
@@ -99,10 +100,10 @@ def prewarm_after_load(
 
 def take_aliases(learned: LearnedLoader) -> dict[str, str]:
     """Take tensors out of what was learnt that share all their places with a later one: only that one's bits remain."""
-    last: dict[frozenset[object], str] = {}
+    last: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for name, homes in learned.homes.items():
-        places = frozenset((home.storage.key, home.width, piece) for home in homes for piece in home.pieces)
+        places = places_of(homes)
         if (earlier := last.get(places)) is not None:
             aliases[earlier] = name
         last[places] = name
@@ -115,24 +116,6 @@ def _last_of(aliases: Mapping[str, str], name: str) -> str:
     while name in aliases:
         name = aliases[name]
     return name
-
-
-def lacking(
-    model: torch.nn.Module, storages: StorageMap, claims: Sequence[Claim], settings: ReceiverSettings
-) -> dict[str, str]:
-    """Parameters that no canonical tensor fills."""
-    tensors = state_tensors(model)
-    places = {
-        name: (found[0].key, storage_view(tensor), tensor.element_size())
-        for name, tensor in tensors.items()
-        if tensor.numel() and (found := storages.find(tensor)) is not None
-    }
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: "no canonical tensor reaches this parameter: the checkpoint lacks it"
-        for name, count in unreached_elements(places, claims).items()
-        if name in parameters and count == tensors[name].numel() and not matches(name, settings.may_lack)
-    }
 
 
 def _send_through_loader(learned: LearnedLoader) -> None:

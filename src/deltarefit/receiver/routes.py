@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from deltarefit.canonical import DTYPE_NBYTES, TensorSpec
 from deltarefit.pieces import Cast, Piece, StridedView
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.overlap import Claim, colliding
-from deltarefit.placement.run import Home
+from deltarefit.placement.run import Home, places_of
 from deltarefit.receiver.report import TensorRoute
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.records import Encoding
@@ -24,7 +22,6 @@ __all__ = [
     "is_constant",
     "pieces_route",
     "scratch_route",
-    "unreached_elements",
     "view_key",
 ]
 
@@ -193,39 +190,4 @@ def aliases_and_collisions(learned: LearnedLoader, claims: Iterable[Claim]) -> t
 
 
 def _same_homes(first: tuple[Home, ...] | None, second: tuple[Home, ...] | None) -> bool:
-    if first is None or second is None:
-        return False
-    return _pairs(first) == _pairs(second)
-
-
-def _pairs(homes: tuple[Home, ...]) -> set[tuple[str, int, Piece]]:
-    return {(home.storage.key, home.width, piece) for home in homes for piece in home.pieces}
-
-
-def unreached_elements(tensors: Mapping[str, tuple[str, StridedView, int]], claims: Iterable[Claim]) -> dict[str, int]:
-    """Elements of each parameter or buffer that no claim covers, where there are any.
-
-    ``tensors``: per name the storage's key, the view, and bytes an element.
-    """
-    bounds: dict[str, list[tuple[int, int, int]]] = {}
-    for claim in {(c.storage, c.view, c.width): c for c in claims}.values():
-        if claim.view.num_elements:
-            bounds.setdefault(claim.storage, []).append(
-                (claim.first_byte, claim.end_byte, claim.view.num_elements * claim.width)
-            )
-    arrays = {key: np.array(rows, dtype=np.int64) for key, rows in bounds.items()}
-    unreached: dict[str, int] = {}
-    for name, (key, view, width) in tensors.items():
-        if not view.num_elements:
-            continue
-        low, high = view.first * width, (view.last + 1) * width
-        rows = arrays.get(key)
-        covered = 0
-        if rows is not None:
-            inside = (rows[:, 0] >= low) & (rows[:, 1] <= high)
-            covered = int(rows[inside, 2].sum()) // width
-            if not covered and bool(((rows[:, 0] < high) & (rows[:, 1] > low)).any()):
-                continue  # a wider write covers it
-        if covered < view.num_elements:
-            unreached[name] = view.num_elements - covered
-    return unreached
+    return first is not None and second is not None and places_of(first) == places_of(second)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
 from deltarefit.errors import LoaderContractError
-from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces
-from deltarefit.placement.granules import strided
+from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces, strided
 from deltarefit.placement.locate import locate
 from deltarefit.placement.overlap import Claim, colliding
 from deltarefit.placement.run import Home

@@ -15,6 +15,7 @@ from deltarefit.runtime.members import Member
 from deltarefit.runtime.owner_worker import ShowBaseline, sum_digests
 from deltarefit.runtime.planning import check_digests
 from deltarefit.runtime.refit_state import Session
+from deltarefit.wording import some_of
 
 __all__ = ["AuditReport", "ReceiverAudit", "audit"]
 
@@ -90,8 +91,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 def _line(who: str, what: str, names: tuple[str, ...] | list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{who} {what} {', '.join(names[:_SHOWN])}{more}"
+    return f"{who} {what} {some_of(names, _SHOWN)}"
 
 
 def _with_ranks(name: str, disagreeing: Mapping[str, tuple[int, ...]]) -> str:

@@ -28,6 +28,7 @@ from deltarefit.runtime.messages import (
 )
 from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Mailbox
+from deltarefit.wording import some_of
 
 __all__ = ["Answer", "Caller", "PendingCall"]
 
@@ -66,8 +67,7 @@ class PendingCall:
     @property
     def waiting_for(self) -> str:
         """In words, for people."""
-        named = ", ".join(self.missing[:5]) + (f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else "")
-        return f"{self.what}: waiting for {named}"
+        return f"{self.what}: waiting for {some_of(self.missing, 5)}"
 
     def take(self, receiver: ReceiverId, reply: Reply) -> None:
         """Note an answer; answers of an earlier start of the receiver and second answers do not count."""

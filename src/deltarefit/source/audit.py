@@ -21,6 +21,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.source.collective import Collective, together
 from deltarefit.source.task import ConversionTask
+from deltarefit.wording import some_of
 
 __all__ = ["agree_on_catalog", "audit_coverage", "audit_replicas", "check_manifest"]
 
@@ -280,5 +281,4 @@ def _exchange(collective: Collective, mine: MessageT, kind: type[MessageT]) -> l
 
 def _listed(problems: Sequence[str]) -> str:
     noun = "place" if len(problems) == 1 else "places"
-    more = "; ..." if len(problems) > _SHOWN else ""
-    return f"{len(problems)} {noun}: " + "; ".join(problems[:_SHOWN]) + more
+    return f"{len(problems)} {noun}: {some_of(problems, _SHOWN, joint='; ')}"

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from deltarefit import kernels, payload
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
-from deltarefit.pieces import Piece, StridedView, whole
+from deltarefit.pieces import Piece, StridedView, strided, whole
 from deltarefit.records import Bucket, CodedItem, Encoding
 from deltarefit.runtime.clock import SystemClock
 from deltarefit.source import (
@@ -108,7 +108,7 @@ class _Model:
         for name, tasks in self.by_name.items():
             for task in tasks:
                 for piece in task.pieces:
-                    _strided(task.words(), piece.storage)[...] = _strided(self.converted[name], piece.canonical)
+                    strided(task.words(), piece.storage)[...] = strided(self.converted[name], piece.canonical)
 
     def change(self, rate: float) -> None:
         """Multiply random elements by 1 + 0.01 z, again and again until they differ."""
@@ -185,18 +185,13 @@ def _itself(words: Words) -> Words:
     return words
 
 
-def _strided(words: Words, view: StridedView) -> Words:
-    strides = tuple(stride * words.itemsize for stride in view.stride)
-    return np.lib.stride_tricks.as_strided(words[view.offset :], view.shape, strides)
-
-
 def assemble(tasks: Sequence[ConversionTask]) -> Words:
     """The canonical tensor from the shards of all ranks: one copy."""
     canonical = np.empty(tasks[0].spec.num_elements, tasks[0].spec.word_dtype)
     for task in tasks:
         storage = task.words()
         for piece in task.pieces:
-            _strided(canonical, piece.canonical)[...] = _strided(storage, piece.storage)
+            strided(canonical, piece.canonical)[...] = strided(storage, piece.storage)
     return canonical
 
 

@@ -8,14 +8,14 @@ Knows no engine.
 from deltarefit.integrations.exchange.calls import EngineCalls, JsonServer
 from deltarefit.integrations.exchange.driver import ExchangeDriver
 from deltarefit.integrations.exchange.endpoint import RankEndpoint
-from deltarefit.integrations.exchange.layout import LoadWatch, changed_after_load
+from deltarefit.integrations.exchange.layout import PostLoadWatch, changed_after_load
 from deltarefit.integrations.exchange.operations import RankOperations, RawTensor, named_state
 
 __all__ = [
     "EngineCalls",
     "ExchangeDriver",
     "JsonServer",
-    "LoadWatch",
+    "PostLoadWatch",
     "RankEndpoint",
     "RankOperations",
     "RawTensor",

@@ -14,7 +14,7 @@ import torch
 
 from deltarefit.integrations.exchange.operations import named_state
 
-__all__ = ["LoadWatch", "changed_after_load"]
+__all__ = ["PostLoadWatch", "changed_after_load"]
 
 _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, made odd, as a signed number: spreads positions over all 64 bits
 _BLOCK = 2**22
@@ -45,7 +45,7 @@ def _looks(model: Any) -> tuple[dict[str, _Look], set[int]]:
     return looks, {tensor.untyped_storage().data_ptr() for _, tensor in state}
 
 
-class LoadWatch:
+class PostLoadWatch:
     """Remembers a model as its loader left it; ``finish`` records what changed since."""
 
     def __init__(self, model: Any) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.exchange.operations import named_state
+from deltarefit.wording import some_of
 
 __all__ = ["DerivedState"]
 
@@ -89,8 +90,8 @@ class DerivedState:
                 if name in owned and not torch.equal(_bytes(tensor), owned[name]):
                     _restore(tensor, owned[name])
         if problems:
-            listed = "\n  ".join(problems[:5]) + (f"\n  and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise RejectedError(f"{len(problems)} tensors that this SGLang model derives from its weights:\n  {listed}")
+            lines = some_of(problems, 5, joint="\n  ")
+            raise RejectedError(f"{len(problems)} tensors that this SGLang model derives from its weights:\n  {lines}")
         return frozenset(reads.storages)
 
     def _problems(

@@ -71,11 +71,11 @@ def _on_update(update: Callable[..., tuple[bool, str]], updater: Any, request: A
 
 def _on_loaded(postprocess: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's post-load step, watched the first time: what it changes then is no longer where the loader put it."""
-    from deltarefit.integrations.exchange import LoadWatch, changed_after_load
+    from deltarefit.integrations.exchange import PostLoadWatch, changed_after_load
 
     if not is_chosen() or changed_after_load(model) is not None:
         postprocess(model, *args, **kwargs)
         return
-    watch = LoadWatch(model)
+    watch = PostLoadWatch(model)
     postprocess(model, *args, **kwargs)
     watch.finish()

@@ -17,6 +17,7 @@ from deltarefit.integrations.sglang.derived import DerivedState
 from deltarefit.integrations.sglang.plugin import LOADER, PREFIX
 from deltarefit.integrations.sglang.receiver import SglangReceiver
 from deltarefit.receiver import ReceiverSettings
+from deltarefit.wording import some_of
 
 __all__ = ["answer", "check_layout", "receive", "whole_state"]
 
@@ -74,11 +75,10 @@ def check_layout(model: torch.nn.Module) -> None:
             "sglang.srt.plugins (see SGLANG_PLUGINS)"
         )
     if changed:
-        more = f"\n  and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        listed = "\n  ".join(changed[:_SHOWN])
+        lines = some_of(changed, _SHOWN, joint="\n  ")
         raise RejectedError(
             f"{len(changed)} weights of this SGLang model are not in the layout that its loader writes, so they cannot be "
-            f"refitted in place:\n  {listed}{more}\n"
+            f"refitted in place:\n  {lines}\n"
             "Choose kernel backends that keep the checkpoint's layout, such as Triton for experts"
         )
     for module in model.modules():

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.exchange.layout import LoadWatch, changed_after_load
+from deltarefit.integrations.exchange.layout import changed_after_load
 from deltarefit.integrations.vllm.unpacked import KEEP_PREPACK
+from deltarefit.wording import some_of
 
-__all__ = ["LoadWatch", "check_layout"]
+__all__ = ["check_layout"]
 
 _SHOWN = 5
 
@@ -38,11 +39,10 @@ def check_layout(model: Any) -> None:
         )
     found = list(dict.fromkeys([*changed, *_packed_copies(dict(model.named_modules()))]))
     if found:
-        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        listed = "\n  ".join(found[:_SHOWN])
+        lines = some_of(found, _SHOWN, joint="\n  ")
         raise RejectedError(
             f"{len(found)} weights of this vLLM model are not in the layout that its loader writes, so they cannot be "
-            f"refitted in place:\n  {listed}{more}\n"
+            f"refitted in place:\n  {lines}\n"
             f"On CPU: unset {KEEP_PREPACK}, and keep moe_intermediate_size / tensor_parallel_size a multiple of 32. "
             "On other platforms: choose a kernel backend that keeps the checkpoint's layout, such as Triton for experts"
         )

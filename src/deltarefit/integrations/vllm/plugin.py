@@ -62,11 +62,11 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
         if transfer is None:
             original(model, *args, **kwargs)
             return
+        from deltarefit.integrations.exchange import PostLoadWatch
         from deltarefit.integrations.vllm.drafts import remember
-        from deltarefit.integrations.vllm.layout import LoadWatch
         from deltarefit.integrations.vllm.unpacked import load_format_kept
 
-        watch = LoadWatch(model)
+        watch = PostLoadWatch(model)
         with load_format_kept():
             original(model, *args, **kwargs)
         watch.finish()
