@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorDigest, TensorSpec, Words
-from deltarefit.pieces import Piece, strided
+from deltarefit.pieces import Piece, StridedView, strided
 from deltarefit.placement.granules import granules_of_bytes, granules_of_words, words_of_granules
 from deltarefit.placement.locate import locate
 from deltarefit.records import CodedItem, Encoding
@@ -98,10 +98,19 @@ class BitTarget:
     def copy_to(self, words: Words) -> None:
         """Fill in the canonical words that lie here; ``words`` has all elements of the tensor."""
         granules = granules_of_words(words, self.bits)
-        stored = granules_of_bytes(self.flat.cpu().numpy(), self.bits)
-        for piece in self.pieces:
-            strided(granules, piece.canonical)[...] = strided(stored, piece.storage) ^ stored.dtype.type(self.flip)
+        held = [piece for piece in self.pieces if piece.num_elements]
+        if held:
+            stored, first = self._span(held)
+            for piece in held:
+                near = StridedView(piece.storage.offset - first, piece.storage.shape, piece.storage.stride)
+                strided(granules, piece.canonical)[...] = strided(stored, near) ^ stored.dtype.type(self.flip)
         words[:] = words_of_granules(granules, self.bits, words.itemsize)
+
+    def _span(self, pieces: Sequence[Piece]) -> tuple[NDArray[Any], int]:
+        """Resident granules from the first to the last of pieces, and the first one's number."""
+        low = min(piece.storage.first for piece in pieces) * self.bits // 8
+        end = -(-(max(piece.storage.last for piece in pieces) + 1) * self.bits // 8)
+        return granules_of_bytes(self.flat[low:end].cpu().numpy(), self.bits), low * 8 // self.bits
 
     def low_bits_are_zero(self) -> bool:
         """Nothing is widened here."""

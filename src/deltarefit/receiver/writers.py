@@ -47,7 +47,8 @@ class HostTarget:
 
     def copy_to(self, words: Words) -> None:
         """Fill in the canonical words that lie here; ``words`` has all elements of the tensor."""
-        _copy_out(self.words, self.pieces, words)
+        for piece in self.pieces:
+            _copy_out(strided(self.words, piece.storage), piece, words)
 
     def digest(self, pieces: Sequence[Piece]) -> TensorDigest:
         return kernels.digest(self.words, pieces)
@@ -97,7 +98,8 @@ class TorchTarget:
         return np.concatenate([place for place, _ in found]), words
 
     def copy_to(self, words: Words) -> None:
-        _copy_out(self.flat.cpu().numpy().view(WORDS[self._width]), self.pieces, words)
+        for piece in self.pieces:
+            _copy_out(self._gather(piece).reshape(piece.storage.shape), piece, words)
 
     def digest(self, pieces: Sequence[Piece]) -> TensorDigest:
         total = TensorDigest()
@@ -117,10 +119,8 @@ class TorchTarget:
         return words
 
 
-def _copy_out(stored: Words, pieces: Sequence[Piece], words: Words) -> None:
-    for piece in pieces:
-        values = strided(stored, piece.storage)
-        strided(words, piece.canonical)[...] = values >> values.dtype.type(16) if piece.cast is Cast.WIDEN else values
+def _copy_out(stored: Words, piece: Piece, words: Words) -> None:
+    strided(words, piece.canonical)[...] = stored >> stored.dtype.type(16) if piece.cast is Cast.WIDEN else stored
 
 
 WordsTarget = HostTarget | TorchTarget | BitTarget
