@@ -29,7 +29,7 @@ def test_every_mode_finds_the_same_changes(small):
 
 
 def test_our_payload_is_less_than_half_of_overwrites(small):
-    """Issue: at most 0.47 of mode P at both rates."""
+    """At most 0.47 of mode P at both rates."""
     for row in small["rows"]:
         if row["mode"] == "ours":
             assert row["to_p"] <= 0.47
