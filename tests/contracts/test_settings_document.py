@@ -111,3 +111,21 @@ def test_every_class_has_a_section():
     for name, anchor in named:
         assert anchor == name.lower()
         assert f"\n## {name}\n" in TEXT
+
+
+def test_the_options_named_are_those_that_the_commands_have():
+    click = pytest.importorskip("click")
+    pytest.importorskip("rich")
+    from deltarefit.cli.program import program
+
+    section = TEXT.partition("### On the command line")[2].partition("\n## ")[0]
+    relay, receiver = (part.partition("```")[0] for part in section.split("`deltarefit receiver`"))
+
+    def options(name):
+        command = program.get_command(click.Context(program), name)
+        return {option for parameter in command.params for option in parameter.opts}
+
+    told = set(re.findall(r"`(--[a-z-]+)`", relay))
+    assert len(told) == len(RelayServiceSettings.__struct_fields__)
+    assert options("relay") - told == {"--run", "--listen", "--advertise", "--key-file"}
+    assert options("receiver") - set(re.findall(r"`(--[a-z-]+)`", receiver)) == {"--run", "--engine", "--name"}

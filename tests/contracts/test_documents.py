@@ -97,3 +97,30 @@ def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_file_that_a_document_names_exists():
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        rooms = (ROOT, ROOT / "src", ROOT / "src" / "deltarefit", page.parent)
+        named = re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|pml|json|svg))`", text)
+        missing += [(page.name, name) for name in named if not any((room / name).exists() for room in rooms)]
+        missing += [(page.name, name) for name in re.findall(r"`(test_\w+)(?:\.py)?`", text) if name not in tests]
+    assert missing == []
+
+
+def test_code_names_only_documents_that_are_here():
+    """A reader of a comment must be able to open what it points to."""
+    known = {page.name for page in PAGES}
+    code = [path for room in ("src", "tests", "tools", "benchmarks") for path in (ROOT / room).rglob("*")]
+    read = [path for path in code if path.suffix in {".py", ".inc", ".h", ".cpp", ".pml"}]
+    assert len(read) > 300
+    missing = {
+        (path.name, name)
+        for path in read
+        for name in re.findall(r"[\w./-]*?([\w-]+\.md)\b", path.read_text(encoding="utf-8"))
+        if name not in known
+    }
+    assert missing == set()
