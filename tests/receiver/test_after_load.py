@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -64,11 +66,12 @@ class Engine:
 
     def __init__(self, finish: Finish, rules=None, **shapes) -> None:
         self._make = lambda: Model(finish, rules, **shapes)
-        self.builds = 0
+        self.built: list[weakref.ref[Model]] = []
 
     def build(self) -> Model:
-        self.builds += 1
-        return self._make()
+        model = self._make()
+        self.built.append(weakref.ref(model))
+        return model
 
     def load(self, model: Model, weights) -> object:
         return model.load_weights(weights)
@@ -254,7 +257,47 @@ def test_prewarm_changes_nothing_and_learns_layers_of_one_kind_once(name: str) -
     report = RankReceiver(model, model.load_weights, after_load=engine).prewarm(catalog)
     assert raw_state(model) == before
     assert set(report.routes) == set(catalog)
-    assert engine.builds == 1
+    assert len(engine.built) == 1
+
+
+@pytest.mark.parametrize("name", ["tiles", "nibbles", "kept beside"])
+def test_nothing_of_the_second_model_outlives_the_prewarm(name: str) -> None:
+    subject = Subject(name)
+    assert [model() for model in subject.engine.built] == [None]
+    subject.refit(new := changed(subject.old, 2))
+    assert subject.wrong(new) == []
+
+
+def checksums(layer) -> None:
+    layer.sums = layer.weight.data.sum(1, dtype=torch.int32)
+
+
+def test_layers_that_run_again_take_no_memory_between_refits() -> None:
+    """Neither on the second model nor in copies of what it held."""
+    Subject("tiles")  # imports what is imported late
+    engine, catalog = engine_and_catalog((checksums, None, {"weight": ("int8", (512, 512))}))
+    old, new = random_weights(catalog, 1), random_weights(catalog, 2)
+    model = engine.serve(old)
+    receiver = RankReceiver(model, model.load_weights, after_load=engine)
+    tracemalloc.start()
+    try:
+        plan = plan_for([receiver.prewarm(catalog)], catalog)
+        kept_nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+    def second_model_nbytes() -> int:
+        (twin,) = (built() for built in engine.built)
+        storages = {tensor.untyped_storage() for tensor in reach({"": twin}).tensors.values()}
+        return sum(raw.nbytes() for raw in storages)
+
+    assert kept_nbytes < catalog.nbytes // 8
+    assert second_model_nbytes() < catalog.nbytes // 8
+    receiver.prepare(plan)
+    receiver.apply(delta_payload(plan, old, new))
+    receiver.synchronize()
+    assert differing(raw_state(model), raw_state(engine.serve(new))) == []
+    assert second_model_nbytes() < catalog.nbytes // 8
 
 
 SEEN: list[tuple[torch.nn.Module, bytes]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,9 +143,26 @@ class StateUndo:
         self._tables = [(table, table.copy()) for table in reached.tables]
         distinct = {id(tensor): tensor for tensor in reached.tensors.values()}
         self._tensors = [(tensor, tensor.detach(), dict(vars(tensor))) for tensor in distinct.values()]
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+
+    def hollow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Free these storages until ``restore``. What lay in them keeps its shape; writing to it is an error."""
+        for raw in storages:
+            if raw.nbytes() and raw.resizable():
+                self._freed.append((raw, raw.nbytes()))
+        freed = {id(raw) for raw, _ in self._freed}
+        for tensor, data, _ in self._tensors:
+            if id(data.untyped_storage()) in freed:
+                no_stride = (0,) * data.dim()
+                tensor.data = torch.empty_strided(data.shape, no_stride, dtype=data.dtype, device=data.device)
+        for raw, _ in self._freed:
+            raw.resize_(0)
 
     def restore(self) -> None:
         """As often as wanted."""
+        while self._freed:
+            raw, nbytes = self._freed.pop()
+            raw.resize_(nbytes)
         for table, saved in self._tables:
             if isinstance(table, list):
                 table[:] = saved

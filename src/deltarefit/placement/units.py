@@ -43,12 +43,9 @@ class Unit:
     holders: Mapping[str, torch.nn.Module]
     """Modules around the roots that hold further views of these storages, by name."""
 
-    def reach(self, model: torch.nn.Module | None = None) -> Reached:
-        """Everything that hangs on the unit: on its own modules, or on those of the same names in another model."""
-        if model is None:
-            return reach(self.roots, self.holders)
-        roots = {name: model.get_submodule(name) for name in self.roots}
-        return reach(roots, {name: model.get_submodule(name) for name in self.holders})
+    def reach(self) -> Reached:
+        """Everything that hangs on the unit."""
+        return reach(self.roots, self.holders)
 
 
 def units_of(
@@ -131,7 +128,7 @@ class _Groups:
 
 
 class UnitRig:
-    """Loads and finishes one unit of a model that serves nobody, with any content."""
+    """Loads and finishes one unit of a model that serves nobody, with any content. Between runs the unit takes no memory."""
 
     def __init__(self, unit: Unit, load_weights: LoadWeights, learned: LearnedLoader, catalog: Catalog) -> None:
         """Loads zeros once, so that constants which the loader writes beside the tensors are in place."""
@@ -141,7 +138,8 @@ class UnitRig:
         self._specs = {name: catalog[name] for name in unit.names}
         self._undo = StateUndo(unit.reach())
         self._load((name, np.zeros(spec.num_elements, spec.word_dtype)) for name, spec in self._specs.items())
-        self._base = {storage.key: raw_bytes(storage.words(1)) for storage in unit.storages}
+        bases = {storage.key: raw_bytes(storage.words(1)) for storage in unit.storages}
+        self._base = {key: base for key, base in bases.items() if base.any()}
         self.reached = Reached()
         """What hung on the unit after the last run."""
 
@@ -174,7 +172,8 @@ class UnitRig:
         """
         self._undo.restore()
         for storage in self.unit.storages:
-            content = self._base[storage.key].copy()
+            base = self._base.get(storage.key)
+            content = np.zeros(storage.nbytes, np.uint8) if base is None else base.copy()
             for name, homes in self._homes.items():
                 if name in words:
                     _scatter(content, storage, homes, words[name])
@@ -190,8 +189,9 @@ class UnitRig:
         return {path: raw_bytes(_whole_storage(tensor)) for path, tensor in _first_of_storage(self.reached.tensors)}
 
     def release(self) -> None:
-        """Put the modules back and forget contents."""
+        """Put the modules back, and free what they hold until the next run."""
         self._undo.restore()
+        self._undo.hollow(storage.raw for storage in self.unit.storages)
         self.reached = Reached()
 
     def _load(self, words: Iterable[tuple[str, Words]]) -> None:
@@ -221,8 +221,9 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_bytes(flat: torch.Tensor) -> RawBytes:
-    """A host copy of a flat tensor of bytes."""
-    raw: RawBytes = flat.detach().cpu().numpy().copy()
+    """A host copy of a flat tensor of bytes, which shares no memory with numpy: torch could not free its storage then."""
+    raw = np.empty(flat.numel(), np.uint8)
+    torch.from_numpy(raw).copy_(flat.detach())
     return raw
 
 

@@ -6,7 +6,9 @@ carried over to the storages that serve, tensor by tensor, and compared with wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from deltarefit.placement.granules import BitHome
 from deltarefit.placement.layers import LearnedLayer, LearnedLayers, view_of
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.overlap import Claim
+from deltarefit.placement.reach import reach
 from deltarefit.placement.run import Home
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
 from deltarefit.receiver.assembly import Prewarmed, digest_plan_of, fingerprint_of, refusal
@@ -51,13 +54,29 @@ def narrowed(learned: LearnedLoader, catalog: Catalog) -> dict[str, str]:
     return found
 
 
-def _derived(model: torch.nn.Module, layers: LearnedLayers) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Hung:
+    """Names of what hangs on one layer. No module: those of the second model must not outlive the prewarm."""
+
+    roots: tuple[str, ...]
+    holders: tuple[str, ...]
+    paths: tuple[str, ...]
+    """Of tensors that depend on canonical ones."""
+
+    @classmethod
+    def of(cls, layer: LearnedLayer) -> _Hung:
+        return cls(tuple(layer.unit.roots), tuple(layer.unit.holders), tuple(layer.map.nbytes))
+
+    def tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Those that ``model`` has, by path."""
+        roots = {name: model.get_submodule(name) for name in self.roots}
+        found = reach(roots, {name: model.get_submodule(name) for name in self.holders}).tensors
+        return {path: found[path] for path in self.paths if path in found}
+
+
+def _derived(model: torch.nn.Module, hung: Sequence[_Hung]) -> dict[str, torch.Tensor]:
     """By path, tensors of a model that serves which depend on canonical ones."""
-    found: dict[str, torch.Tensor] = {}
-    for layer in layers.layers:
-        tensors = layer.unit.reach(model).tensors
-        found.update((path, tensors[path]) for path in layer.map.nbytes if path in tensors)
-    return found
+    return {path: tensor for layer in hung for path, tensor in layer.tensors(model).items()}
 
 
 class AfterLoadAssembly:
@@ -87,7 +106,8 @@ class AfterLoadAssembly:
         """Tensors of layers that must run again, and what is computed there."""
         self._reruns: list[RerunUnit] = []
         self._state = state_tensors(model)
-        self._reached = _derived(model, layers)
+        self._hung = tuple(_Hung.of(layer) for layer in layers.layers)
+        self._reached = _derived(model, self._hung)
         self._storages = StorageMap({**self._state, **self._reached})
 
     def build(self, aliases: Mapping[str, str]) -> Prewarmed:
@@ -133,7 +153,7 @@ class AfterLoadAssembly:
             rests=rests,
             residue_at_start={rest.key: rest.digest() for rest in rests},
             reruns=tuple(self._reruns),
-            derived=DerivedTensors(lambda: _derived(self._model, self._layers), derived),
+            derived=DerivedTensors(functools.partial(_derived, self._model, self._hung), derived),
         )
 
     # --- one layer ------------------------------------------------------------------------------------------------

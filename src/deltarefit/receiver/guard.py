@@ -37,14 +37,17 @@ def layout_of(model: torch.nn.Module) -> dict[str, Place]:
     }
 
 
-def storage_digest(storage: ModelStorage) -> TensorDigest:
-    """A digest of all bytes of a storage, read in chunks through the host."""
+def storage_digest(storage: ModelStorage, *, copied: bool = False) -> TensorDigest:
+    """A digest of all bytes of a storage, read in chunks through the host.
+
+    ``copied``: never share memory with numpy, for torch frees no storage early that once did.
+    """
     width = 8 if storage.nbytes % 8 == 0 else 1
     words = storage.words(width)
     total = TensorDigest()
     step = _CHUNK_NBYTES // width
     for start in range(0, words.numel(), step):
-        part = words[start : start + step].cpu().numpy().view(np.dtype(f"<u{width}"))
+        part = words[start : start + step].to("cpu", copy=copied).numpy().view(np.dtype(f"<u{width}"))
         view = StridedView(start, (part.size,), (1,))
         total += kernels.digest(part, [Piece(view, StridedView(0, (part.size,), (1,)))])
     return total
@@ -103,7 +106,7 @@ class ModelGuard:
         self._storages = storages
         self._layout = layout_of(model)
         self._slots = list(_slots(model))
-        self._digests = {storage.key: storage_digest(storage) for storage in storages.storages}
+        self._digests = {storage.key: storage_digest(storage, copied=True) for storage in storages.storages}
         self._copies: dict[str, torch.Tensor] | None = None
         if storages.nbytes <= snapshot_nbytes:
             self._copies = {storage.key: storage.words(1).clone() for storage in storages.storages}
@@ -120,7 +123,7 @@ class ModelGuard:
 
     def changed(self) -> list[ModelStorage]:
         """Storages whose bytes differ."""
-        return [storage for storage in self._storages.storages if storage_digest(storage) != self._digests[storage.key]]
+        return [s for s in self._storages.storages if storage_digest(s, copied=True) != self._digests[s.key]]
 
     def restore(self) -> None:
         """Put tensors back in their places, and bytes too where they were copied."""

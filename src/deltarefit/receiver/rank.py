@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -86,7 +87,9 @@ class RankReceiver:
 
     def _learn(self, catalog: Catalog) -> Prewarmed:
         if self._after_load is not None:
-            return prewarm_after_load(self._model, self._after_load, catalog, self._settings)
+            known = prewarm_after_load(self._model, self._after_load, catalog, self._settings)
+            gc.collect()  # modules of the second model may refer to one another
+            return known
         return prewarm_model(self._model, self._load_weights, catalog, self._settings)
 
     def prepare(self, plan: RefitPlan) -> None:
