@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from deltarefit.errors import TransportError
+from deltarefit.errors import PayloadMissingError, TransportError
 from deltarefit.runtime.clock import Deadline, Pace, RandomIds, SystemClock
 from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.transport import Mailbox, keys, open_run
@@ -53,6 +53,49 @@ def test_during_an_attempt_the_next_message_needs_no_listing(room):
     for number in range(5):
         coordinator.post("me", b"%d" % number)
     assert taken(room, 5) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_message_that_missed_one_question_meets_the_next_although_the_first_is_not_answered_yet(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"prepare")
+    assert taken(room, 1) == [b"prepare"]
+    get, answered, asked = store.get, threading.Event(), []
+
+    def first_slowly(key, max_nbytes):
+        asked.append(key)
+        if len(asked) == 1:
+            assert answered.wait(10.0)
+            raise PayloadMissingError("it was not there when it was looked for")
+        return get(key, max_nbytes=max_nbytes)
+
+    store.get = first_slowly
+    room.is_busy = True
+    wait_until(lambda: asked)
+    coordinator.post("me", b"next")
+    assert taken(room, 1) == [b"next"]
+    answered.set()
+    coordinator.post("me", b"last")
+    assert taken(room, 1) == [b"last"]
+    assert len(set(asked[:2])) == 1
+
+
+def test_questions_are_bounded_while_none_is_answered(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"prepare")
+    assert taken(room, 1) == [b"prepare"]
+    asked, answered = [], threading.Event()
+
+    def never(key, max_nbytes):
+        asked.append(key)
+        assert answered.wait(10.0)
+        raise TransportError("on purpose")
+
+    store.get, store.listing = never, lambda prefix: []
+    room.is_busy = True
+    wait_until(lambda: len(asked) == 4)
+    CLOCK.sleep(0.1)  # twenty times the pace
+    assert len(asked) == 4
+    answered.set()
 
 
 def test_messages_that_are_done_with_go_although_the_store_failed_once(room):

@@ -337,6 +337,24 @@ def test_a_source_that_moves_between_attempts_is_an_operators_matter_everywhere(
     assert "tensor w0 (task w0@1) changed" in str(results[0])
 
 
+def test_a_source_that_is_written_between_proof_and_copy_is_found_once_it_is_doubted():
+    """As publish() does it: owners prove, gates reopen, owners copy, and a step in between must not reach the baseline."""
+
+    def work(collective):
+        scaled = Scaled(collective)
+        source = open_source(scaled, collective, ONE_THREAD)
+        scaled.scale[1] = 3
+        build(source)
+        source.owner.prove()
+        scaled.shards[0][0, 0] += 1
+        source.owner.doubt()
+        source.owner.commit()
+
+    (result,) = run_ranks(1, work)
+    assert isinstance(result, OperatorRequiredError)
+    assert "tensor w0 (task w0@0) changed" in str(result)
+
+
 def test_every_attempt_sends_the_same_residual_changes():
     def steps(scaled, source, collective):
         scaled.scale[:] = [3, 1.5, 2]

@@ -165,11 +165,12 @@ def restore(*, run: str, name: str, wait_s: float, as_json: bool) -> None:
 
     def human(shown: Restoration = done) -> None:
         if shown.is_restored:
-            click.echo(f"receiver {name} proved that it holds policy version {shown.committed_version}, and serves")
+            click.echo(f"receiver {name} proved that it holds policy version {shown.policy_version}, and serves")
             return
+        where = f" (it is at: {shown.activity})" if shown.activity else ""
         click.echo(
-            f"receiver {name} holds neither policy version {shown.committed_version} nor one from which retained payloads lead "
-            "there; its request gate stays shut. The trainer's next refit() sends it what it lacks"
+            f"receiver {name} did not reach policy version {shown.committed_version} from what it holds and what is retained"
+            f"{where}; its request gate stays shut. The trainer's next refit() sends it what it lacks"
         )
 
     emit(done, as_json=as_json, human=human)

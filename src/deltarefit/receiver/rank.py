@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,8 @@ from deltarefit.receiver.prewarm import prewarm_after_load, prewarm_model
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
-from deltarefit.receiver.writers import verify_item
+from deltarefit.receiver.side_by_side import apply_side_by_side, in_shares
+from deltarefit.receiver.writers import HostTarget, verify_item
 from deltarefit.records import CodedItem, Encoding
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankReceiver"]
 
-_DIGEST_THREADS = 8
+_DIGESTED = 1 << 20
+"""Elements whose digest is worth handing to another thread."""
 
 
 class RankReceiver:
@@ -115,7 +117,7 @@ class RankReceiver:
         self._begin("", known)
 
     def apply(self, payload: Payload) -> int:
-        """Apply a payload's items in order. All items are checked before the first is applied.
+        """Apply a payload's items. All are checked before the first is applied.
 
         Args:
             payload: from ``payload.decode``, which has checked every position in it.
@@ -143,7 +145,7 @@ class RankReceiver:
             raise self._moved_error(known)
         if payload.header.attempt != self._attempt:
             self._begin(str(payload.header.attempt), known)
-        return sum(self._apply_item(item, known) for item in payload.items)
+        return self._apply_items(payload.items, known)
 
     def synchronize(self) -> None:
         """Return once every write has reached its device.
@@ -235,6 +237,29 @@ class RankReceiver:
             return derived
         return derived + sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
 
+    def _apply_items(self, items: Iterable[CodedItem], known: Prewarmed) -> int:
+        """Those that lie in host memory on several threads, then the others one by one."""
+        direct: dict[str, list[CodedItem]] = {}
+        places: dict[str, tuple[HostTarget, ...]] = {}
+        written = 0
+        for item in items:
+            if found := self._host_targets(item.spec.name, known):
+                places[item.spec.name] = found
+                direct.setdefault(item.spec.name, []).append(item)
+            else:
+                written += self._apply_item(item, known)
+        return written + apply_side_by_side(direct, places)
+
+    def _host_targets(self, name: str, known: Prewarmed) -> tuple[HostTarget, ...]:
+        """All targets of a tensor, if each is in host memory and items go straight there; otherwise none."""
+        if self._settings.path is not ApplyPath.COMPILED or self._settings.verify_writes:
+            return ()
+        if known.report.routes[name].kind != "pieces" or name in known.kept or known.rerun_of(name) is not None:
+            return ()
+        targets = known.targets[name]
+        found = tuple(target for target in targets if isinstance(target, HostTarget))
+        return found if len(found) == len(targets) else ()
+
     def _apply_item(self, item: CodedItem, known: Prewarmed) -> int:
         name = item.spec.name
         route = known.report.routes[name]
@@ -270,12 +295,20 @@ class RankReceiver:
 
 
 def _digest_all(known: Prewarmed) -> dict[str, RankDigest]:
-    """Several tensors at a time: one core alone reads more slowly than memory allows, and a request gate may be closed."""
-    num_threads = min(_DIGEST_THREADS, len(os.sched_getaffinity(0)))
-    if num_threads == 1 or any(storage.device.type != "cpu" for storage in known.storages.storages):
-        return {name: plan.digest() for name, plan in known.digest_plans.items()}
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="deltarefit-digest") as pool:
-        return dict(zip(known.digest_plans, pool.map(DigestPlan.digest, known.digest_plans.values()), strict=True))
+    """On several threads where all is in host memory: a request gate may be closed meanwhile."""
+
+    def work(share: Sequence[DigestPlan]) -> list[RankDigest]:
+        return [plan.digest() for plan in share]
+
+    on_host = all(storage.device.type == "cpu" for storage in known.storages.storages)
+    found = in_shares(
+        list(known.digest_plans.values()),
+        work,
+        weigh=lambda plan: plan.num_elements,
+        least=_DIGESTED,
+        num_threads=0 if on_host else 1,
+    )
+    return dict(zip(known.digest_plans, itertools.chain(*found), strict=True))
 
 
 def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:

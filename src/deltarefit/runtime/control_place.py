@@ -91,15 +91,17 @@ def place_record(store: RunStore, control: str) -> None:
     if not control:
         return
     etcd_store(control)
+    is_ours = False
     placed = _placed(store)
-    if not placed and _beside(store).read()[0] is not None:
+    if not placed and _beside(store).read()[0] is None:
+        is_ours = store.put_if_absent(PLACE, control.encode())
+        placed = control if is_ours else _placed(store)
+    # Looked at after the place was written or found: of two trainers that make a run at once, one then sees the other.
+    if placed in ("", control) and _beside(store).read()[0] is not None:
+        if is_ours:
+            store.delete([PLACE])
         placed = f"{store.url} itself"
-    if not placed and not store.put_if_absent(PLACE, control.encode()):
-        placed = _placed(store)
-    elif not placed and _beside(store).read()[0] is not None:
-        store.delete([PLACE])
-        placed = f"{store.url} itself"
-    if placed and placed != control:
+    if placed != control:
         raise RejectedError(
             f"control {control}: the control record of {store.url} is at {placed} and stays there; leave control empty, or "
             "name a new run"

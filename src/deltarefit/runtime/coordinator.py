@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from deltarefit.errors import CommitConflictError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, ReceiverId, attempt_id
@@ -200,7 +200,7 @@ class Coordinator:
                 "from the weights at hand and sends every element once"
             )
         self.outcome.t1_s = self._session.clock.monotonic_s()
-        self._note(replies)
+        self.outcome.note(replies)
         return replies
 
     def _copy_owed(self) -> None:
@@ -218,9 +218,13 @@ class Coordinator:
         with session.log.stage("finish", attempt):
             try:
                 telling = session.caller.post(concerned.values(), body, session.settings.reply_timeout_s)
-            finally:
+            except RefitError:
                 self._copy_owed()
-            answers = session.caller.collect(telling)
+                raise
+            try:
+                self._copy_owed()
+            finally:
+                answers = session.caller.collect(telling)
         done = {receiver: answer for receiver, answer in answers.items() if isinstance(answer, messages.Done)}
         self._concluded |= set(done)
         for answer in done.values():
@@ -237,7 +241,7 @@ class Coordinator:
         session = self._session
         with session.log.stage("stop", attempt):
             if not self._alone:
-                self._note(session.owners.demand(StopSending(attempt)))
+                self.outcome.note(session.owners.demand(StopSending(attempt)))
             concerned = self._concerned()
             answers = session.caller.ask(concerned.values(), messages.Stop(attempt), session.settings.reply_timeout_s)
         stopped = frozenset(receiver for receiver, answer in answers.items() if isinstance(answer, messages.Done))
@@ -260,9 +264,9 @@ class Coordinator:
     def _cleanup(self, attempt: AttemptId) -> events.Event:
         session = self._session
         retains = self._is_committed and self._stays(attempt)
-        if retains and self._alone:
-            return events.CleanedUp()
         if self._alone:
+            if retains:
+                return events.CleanedUp()
             try:
                 session.store.delete_prefix(keys.attempt_prefix(attempt))
                 session.relays.cleanup(attempt)
@@ -270,7 +274,7 @@ class Coordinator:
                 return events.CleanedUp(leftover=str(error))
             return events.CleanedUp()
         replies = session.owners.command(ReleaseAttempt(attempt, retains))
-        self._note(replies)
+        self.outcome.note(replies)
         failures = [reply.failure.text for reply in replies if reply.failure is not None]
         return events.CleanedUp(leftover="; ".join(failures[:3]))
 
@@ -315,8 +319,3 @@ class Coordinator:
             return self._bound.required
         required = self._unfinished.required if self._unfinished is not None else ()
         return {receiver: member for receiver, member in self._session.members.alive().items() if receiver in required}
-
-    def _note(self, replies: Iterable[OwnerReply]) -> None:
-        for reply in replies:
-            self.outcome.events.extend(reply.events)
-            self.outcome.crossed_nbytes += reply.crossed_nbytes

@@ -110,7 +110,7 @@ class AttemptDelivery:
     @property
     def is_checked(self) -> bool:
         """Whether what may be decoded by now is, and so proved to be whole. Raises what decoding raised."""
-        return self._decoder is None or not self._staging.num_undecoded
+        return self._decoder is None or self._staging.is_all_decoded
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Take in nothing more and drop what is held. May be called again."""

@@ -4,9 +4,10 @@ Over a long link a look takes a round trip, and so does removing a message. Here
 which is woken when something came. Without a running thread it is the mailbox itself.
 
 During an attempt the coordinator's next message is asked for by its name, which takes one round trip where a listing and a read
-take two; listings go on at the idle pace, for messages that cannot be named beforehand. Messages that are done with are removed
-by a second thread, so that no look waits behind a removal, and answers are posted by a third, in their order, so that payloads
-are applied meanwhile.
+take two. Several threads ask, one shortly after the other: a message that just missed one question meets the next one, instead
+of waiting for that round trip and then for its own. Listings go on more rarely, for messages that cannot be named beforehand.
+Messages that are done with are removed by another thread, so that no look waits behind a removal, and answers are posted by one
+more, in their order, so that payloads are applied meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from deltarefit.errors import RefitError
 from deltarefit.runtime.clock import Clock, Pace
 from deltarefit.transport import Mail, Mailbox
+from deltarefit.transport.keys import MailKey
+from deltarefit.transport.mailbox import Sealed
 
 __all__ = ["MailRoom"]
 
 _LOG = logging.getLogger(__name__)
 _END_S = 5.0
+_ASKING = 4
+"""Questions for the next message at the same time."""
+_LIST_S = 1.0
+"""How often all messages are listed during an attempt."""
 
 
 class MailRoom:
@@ -45,6 +52,10 @@ class MailRoom:
         """Keys of messages to remove."""
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-unmail-{mailbox.me}")
         self._poster = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-post-{mailbox.me}")
+        self._asker = ThreadPoolExecutor(_ASKING, thread_name_prefix=f"deltarefit-ask-{mailbox.me}")
+        self._asked: list[tuple[MailKey, Future[Sealed]]] = []
+        """Questions for the next message that have not been looked at."""
+        self._listing = Pace(clock, first_s=_LIST_S, most_s=_LIST_S)
         self._failure: RefitError | None = None
         self._wake = threading.Event()
         self._is_closing = False
@@ -72,7 +83,8 @@ class MailRoom:
         return came
 
     def post(self, to: str, data: bytes) -> None:
-        """As ``Mailbox.post``; while the thread runs, it happens soon, and trouble is logged: who waits for it asks again.
+        """As ``Mailbox.post``; while the thread runs, it happens soon, and trouble is logged: who waits for it runs
+        into its deadline.
 
         What is answered leads to the next message soon, so the thread looks more often again.
         """
@@ -99,7 +111,7 @@ class MailRoom:
         if thread is not None:
             thread.join(_END_S)
         posted, removed = self._begin(self._poster, lambda: None), self._begin(self._remover, self._remove)
-        for pool in (self._poster, self._remover):
+        for pool in (self._poster, self._remover, self._asker):
             pool.shutdown(wait=False)
         wait([future for future in (posted, removed) if future is not None], _END_S)
 
@@ -138,19 +150,34 @@ class MailRoom:
                     self._came.extend(found)
             if found or self._failure is not None:
                 self._news.set()
-            pace = self._busy if self.is_busy else self._idle
-            if not found and not pace.is_due:
-                self._wake.wait(pace.remaining_s)
+            if not found:
+                self._wake.wait(self._pause_s())
                 self._wake.clear()
 
+    def _pause_s(self) -> float:
+        if not self.is_busy or self._mailbox.following is None:
+            return self._idle.remaining_s
+        return self._busy.remaining_s if len(self._asked) < _ASKING else _LIST_S  # each answer wakes the thread
+
     def _look(self) -> list[Mail]:
-        if self.is_busy:
-            following = self._mailbox.take_next()
-            if following is not None:
-                return [following]
-            if not self._idle.is_due:
-                return []
-        return self._mailbox.take(0.0)
+        following = self._mailbox.following if self.is_busy else None
+        if following is not None and (mail := self._take(following)) is not None:
+            return [mail]
+        pace = self._idle if following is None else self._listing
+        return self._mailbox.take(0.0) if pace.is_due else []
+
+    def _take(self, following: MailKey) -> Mail | None:
+        """The message of this name if any question for it was answered with it; otherwise ask once more when it is time to."""
+        self._asked = [(parts, answer) for parts, answer in self._asked if parts == following]
+        for one in [one for one in self._asked if one[1].done()]:
+            self._asked.remove(one)
+            if (mail := self._mailbox.take_read(following, one[1].result())) is not None:
+                return mail
+        if len(self._asked) < _ASKING and self._busy.is_due:
+            answer = self._asker.submit(self._mailbox.read, following)
+            answer.add_done_callback(lambda _: self._wake.set())
+            self._asked.append((following, answer))
+        return None
 
     def _remove(self) -> None:
         """On the second thread. What cannot be removed now is tried again with what follows, and at the end."""

@@ -11,7 +11,7 @@ import msgspec
 
 from deltarefit import payload
 from deltarefit.canonical import TensorDigest
-from deltarefit.errors import AttemptFailedError
+from deltarefit.errors import AttemptFailedError, RejectedError
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode, OwnerId, PayloadId
 from deltarefit.plan import RefitPlan
 from deltarefit.protocol import BindOwner, CommitRecord, OwnerMachine
@@ -200,8 +200,9 @@ class OwnerWorker:
             case Build():
                 return self._build(command)
             case Recheck():
-                if self._proof is not None:
-                    self._proof.result()
+                if self._proof is None:
+                    raise RejectedError(f"owner {self.owner}: {command.attempt} is to be proved, but no build came to its end")
+                self._proof.result()
             case StopSending(attempt=attempt):
                 self._await_proof()
                 with self._lock:

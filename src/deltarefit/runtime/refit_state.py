@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deltarefit.canonical import Catalog, TensorDigest
@@ -16,6 +16,7 @@ from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.members import Member, Members
 from deltarefit.runtime.owner_group import OwnerGroup
+from deltarefit.runtime.owner_worker import OwnerReply
 from deltarefit.runtime.relays import Relays
 from deltarefit.runtime.settings import PublisherSettings
 from deltarefit.runtime.trace_clock import TimeAxis
@@ -123,3 +124,9 @@ class Outcome:
     t0_s: float = 0.0
     t1_s: float = 0.0
     events: list[StageEvent] = field(default_factory=list)
+
+    def note(self, replies: Iterable[OwnerReply]) -> None:
+        """Keep what owners tell with every reply. What is still on its way is told with a later one."""
+        for reply in replies:
+            self.events.extend(reply.events)
+            self.crossed_nbytes += reply.crossed_nbytes

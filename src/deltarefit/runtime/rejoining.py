@@ -131,11 +131,12 @@ class Rejoining:
         self, links: Sequence[ChainLink], shown: Shown, catalog: Catalog
     ) -> tuple[tuple[ChainLink, ...] | None, Mapping[str, TensorDigest]]:
         """The shortest chain from what the engine holds, empty if it needs none; and the digests at its end."""
-        _, target = read_digests(self._store, links[-1], catalog)
+        base, target = read_digests(self._store, links[-1], catalog)
         if all(digest == target[name] for name, digest in shown.items()):
             return (), target
         for number in reversed(range(len(links))):
-            base, _ = read_digests(self._store, links[number], catalog)
+            if number < len(links) - 1:
+                base, _ = read_digests(self._store, links[number], catalog)
             if all(digest is None or digest == base[name] for name, digest in shown.items()):
                 return self._affordable(tuple(links[number:])), target
         return None, target
@@ -173,8 +174,7 @@ class Rejoining:
             raise RejectedError(
                 f"{_name(chain)}: it does not send all of {unproven[0]}, and only a whole load of that can be proved"
             )
-        relative = {name: item.encoding for name, items in folded.items() for item in items if not item.encoding.is_repeatable}
-        encodings = {name: relative.get(name, Encoding.OVERWRITE) for name in catalog}
+        encodings = {name: _encoding_of(folded.get(name, ()), f"{_name(chain)}, tensor {name}") for name in catalog}
         # A tensor without changes is as good as sent whole: the engine already holds all of it.
         plan = RefitPlan(catalog, encodings, 1, whole.union(name for name in catalog if not folded.get(name)))
         return _Folded(plan, tuple(self._encoded(chain, plan, folded)))
@@ -243,6 +243,19 @@ def _merged(spec: TensorSpec, steps: Iterable[list[CodedItem]], where: str) -> l
     for items in steps:
         changes.then(items, f"{where}, tensor {spec.name}")
     return changes.coded(spec)
+
+
+def _encoding_of(items: Iterable[CodedItem], where: str) -> Encoding:
+    """What a plan says of a tensor with these items: a plan has one encoding that is not repeatable, or none.
+
+    Raises:
+        RejectedError: the items need more than one.
+    """
+    relative = {item.encoding for item in items if not item.encoding.is_repeatable}
+    if len(relative) > 1:
+        named = " and ".join(sorted(encoding.name.lower() for encoding in relative))
+        raise RejectedError(f"{where}: its retained payloads need {named} together, which one plan cannot say")
+    return relative.pop() if relative else Encoding.OVERWRITE
 
 
 def _is_whole(spec: TensorSpec, items: Iterable[CodedItem]) -> bool:

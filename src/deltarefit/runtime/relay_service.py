@@ -8,6 +8,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from deltarefit.control import ControlSettings
 from deltarefit.errors import RefitError, RejectedError
 from deltarefit.ids import AttemptId
 from deltarefit.runtime.clock import Clock, IdSource, RandomIds, SystemClock
@@ -79,7 +80,8 @@ class RelayService:
             self._lock.close()
             share.close()
             raise
-        self._control = control_plane(self._store, self._clock, ids)
+        # One try: the next look comes soon, and signs of life wait for this one.
+        self._control = control_plane(self._store, self._clock, ids, ControlSettings(max_tries=1))
         self._seen: frozenset[AttemptId] = frozenset()
         """Attempts of which something lay here at the last look."""
         self._closing = threading.Event()

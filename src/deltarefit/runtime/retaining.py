@@ -15,6 +15,7 @@ from deltarefit.control import ControlPlane
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.ids import AttemptId
 from deltarefit.protocol import ChainLink, Retention
+from deltarefit.receiver import ReceiverSettings
 from deltarefit.runtime.messages import EngineSummary, decode_message, encode_message
 from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
 from deltarefit.transport import RunStore, keys
@@ -22,8 +23,8 @@ from deltarefit.transport import RunStore, keys
 __all__ = ["is_linked", "is_retained", "note_digests", "read_digests", "retained_whole", "retention_of"]
 
 _DIGEST_NBYTES = 16
-_MOST_WHOLE_NBYTES = 64 << 20
-"""As ``ReceiverSettings.keep_nbytes``: receivers keep no copies of more than that."""
+_MOST_WHOLE_NBYTES = ReceiverSettings().keep_nbytes
+"""Receivers keep no copies of more than that."""
 
 
 class _PolicyDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -117,7 +117,7 @@ class Schedule:
         session.activity.begin(f"{bound.attempt}: owners compare and send")
         with _BuildGuard(session, bound, opening, self._watch) as guard:
             replies = session.owners.command(self._build_command())
-        self._note(replies)
+        self._outcome.note(replies)
         if guard.trouble is not None:
             raise guard.trouble
         _raise_failure(replies)
@@ -146,13 +146,8 @@ class Schedule:
         """
         note_digests(self._session, self._bound, self._outcome)
         replies = self._session.owners.command(Recheck(self._bound.attempt))
-        self._note(replies)
+        self._outcome.note(replies)
         _raise_failure(replies)
-
-    def _note(self, replies: Iterable[OwnerReply]) -> None:
-        for reply in replies:
-            self._outcome.events.extend(reply.events)
-            self._outcome.crossed_nbytes += reply.crossed_nbytes  # what is on its way is told with a later reply
 
     def _note_built(self, replies: Iterable[OwnerReply]) -> None:
         outcome, listed = self._outcome, list(replies)

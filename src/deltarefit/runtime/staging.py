@@ -67,6 +67,11 @@ class Staging:
         return sum(not future.done() for future in self._decoding.values())
 
     @property
+    def is_all_decoded(self) -> bool:
+        """Whether none is being decoded. Raises what decoding one of them raised."""
+        return all(future.done() and future.result() for future in self._decoding.values())
+
+    @property
     def decoded_nbytes(self) -> int:
         """Bytes that decoded payloads hold. Raises what decoding one of them raised."""
         return sum(future.result()[0].nbytes for future in self._decoding.values() if future.done())

@@ -250,10 +250,10 @@ class Standing:
         self._application.keep_shut()
         if self._is_restore_ordered and self._application.attempt is None:
             _LOG.warning("receiver %s: an operator ordered it to be restored", self._name)
-            self._is_restore_ordered = False
             self._may_catch_up = True
             self._forget()
             self._leave()
+            self._is_restore_ordered = False  # last: what fails on the way is tried again at the next look
             return
         notice = self._notice()
         if notice is not None and notice.epoch > self._desk.epoch:

@@ -55,12 +55,8 @@ class _JointConverter:
 
     def __init__(self, parts: Mapping[str, ResidualConverter]) -> None:
         self._parts = dict(parts)
-        self._owner = {
-            spec.name: (prefix, original)
-            for prefix, part in parts.items()
-            for group in part.groups()
-            for original in group
-            for spec in (_behind(prefix, original),)
+        self._originals = {
+            prefix: {prefix + spec.name: spec for group in part.groups() for spec in group} for prefix, part in parts.items()
         }
 
     def groups(self) -> Sequence[Sequence[TensorSpec]]:
@@ -86,8 +82,8 @@ class _JointConverter:
 
     def convert(self, specs: Sequence[TensorSpec]) -> Iterable[ResidualPart]:
         for prefix, part in self._parts.items():
-            own = [original for spec in specs for owner, original in (self._owner[spec.name],) if owner == prefix]
-            if own:
+            originals = self._originals[prefix]
+            if own := [originals[spec.name] for spec in specs if spec.name in originals]:
                 for converted in part.convert(own):
                     yield replace(converted, spec=_behind(prefix, converted.spec))
 

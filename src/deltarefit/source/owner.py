@@ -136,6 +136,8 @@ class Owner:
     def doubt(self) -> None:
         """Something may have written to the candidate since ``verify``: the commit proves it again."""
         self._direct.doubt()
+        if self._residual is not None:
+            self._residual.doubt()
 
     def prove(self) -> None:
         """Prove that ``commit`` would make the baseline what was sent. Raises what ``commit`` raises; copies nothing."""

@@ -197,6 +197,10 @@ class ResidualStage:
         """See TrackerSet."""
         self._watched.verify()
 
+    def doubt(self) -> None:
+        """See TrackerSet."""
+        self._watched.doubt()
+
     def commit(self) -> None:
         """Make the candidate the baseline. Not collective; may be repeated after an interruption."""
         self.baseline.commit()

@@ -79,7 +79,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     data: bytes
 
 
-_Sealed = bytes | PayloadInvalidError | None
+Sealed = bytes | PayloadInvalidError | None
 """What lies under a key: an object, one that is refused, or none."""
 
 
@@ -167,14 +167,28 @@ class Mailbox:
         Its key is known beforehand, so this is one request, where ``take`` needs a listing first: half the round trips. A
         message is missed whose sender began anew, or failed to leave the one in between.
         """
+        parts = self.following
+        return None if parts is None else self.take_read(parts, self.read(parts))
+
+    @property
+    def following(self) -> MailKey | None:
+        """What the message after the one given out last will be called; None if that is not known."""
+        latest = self._latest
+        if latest is None:
+            return None
+        parts = latest._replace(sequence=latest.sequence + 1)
+        return None if keys.mail(self.me, parts) in self._foreign else parts
+
+    def read(self, parts: MailKey) -> Sealed:
+        """Look whether a message lies there; for ``take_read``. May be called from several threads at once."""
+        return self._read(keys.mail(self.me, parts))
+
+    def take_read(self, parts: MailKey, sealed: Sealed) -> Mail | None:
+        """Give out what ``read`` found, unless it is none or was given out meanwhile."""
         with self._taking:
-            if self._latest is None:
+            if sealed is None or parts != self.following:
                 return None
-            parts = self._latest._replace(sequence=self._latest.sequence + 1)
-            key = keys.mail(self.me, parts)
-            if key in self._foreign:
-                return None
-            mail = self._open(parts, key, self._read(key))
+            mail = self._open(parts, keys.mail(self.me, parts), sealed)
             if mail is not None:
                 self._give(mail, parts)
             return mail
@@ -247,8 +261,8 @@ class Mailbox:
         expected = last._replace(sequence=last.sequence + 1) if last is not None else first._replace(boot=0, sequence=0)
         return all(parts == expected._replace(sequence=expected.sequence + step) for step, (parts, _) in enumerate(rows))
 
-    def _read_all(self, wanted: Sequence[str]) -> list[_Sealed | TransportError]:
-        def read(key: str) -> _Sealed | TransportError:
+    def _read_all(self, wanted: Sequence[str]) -> list[Sealed | TransportError]:
+        def read(key: str) -> Sealed | TransportError:
             try:
                 return self._read(key)
             except TransportError as error:
@@ -259,7 +273,7 @@ class Mailbox:
         with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="deltarefit-mail") as pool:
             return list(pool.map(read, wanted))
 
-    def _read(self, key: str) -> _Sealed:
+    def _read(self, key: str) -> Sealed:
         """The object; None if there is none, as when another thread acknowledged it; the error if it is too long."""
         try:
             return self._store.get(key, max_nbytes=self._settings.max_nbytes + _OVERHEAD_NBYTES)
@@ -268,7 +282,7 @@ class Mailbox:
         except PayloadInvalidError as error:
             return error
 
-    def _open(self, parts: MailKey, key: str, sealed: _Sealed) -> Mail | None:
+    def _open(self, parts: MailKey, key: str, sealed: Sealed) -> Mail | None:
         try:
             if isinstance(sealed, PayloadInvalidError):
                 raise sealed

@@ -125,7 +125,7 @@ def sweep_attempts(store: RunStore, *, keep: Callable[[], Sequence[AttemptId]]) 
 
     ``keep`` is asked after the listing, so that what others begin or commit meanwhile is not touched: whatever was not there
     when the attempts were listed stays. Of the last one to keep, what only mattered while it was under way is removed. Returns
-    how many attempts were removed. Ended in the middle, it leaves what the next call removes.
+    how many attempts were removed. What it leaves when it fails on the way, the next call removes.
     """
     found = {attempt for key in store.children(keys.ATTEMPTS) if (attempt := keys.attempt_of(key)) is not None}
     kept = keep()
