@@ -5,7 +5,7 @@ directory on the node (``directory``); ranks answer there by file (``endpoint``,
 Knows no engine.
 """
 
-from deltarefit.integrations.exchange.calls import EngineCalls, JsonServer
+from deltarefit.integrations.exchange.calls import EngineCalls, JsonServer, ServerRefusalError, run_in_loop
 from deltarefit.integrations.exchange.driver import ExchangeDriver
 from deltarefit.integrations.exchange.endpoint import RankEndpoint
 from deltarefit.integrations.exchange.layout import PostLoadWatch, changed_after_load
@@ -19,6 +19,8 @@ __all__ = [
     "RankEndpoint",
     "RankOperations",
     "RawTensor",
+    "ServerRefusalError",
     "changed_after_load",
     "named_state",
+    "run_in_loop",
 ]

@@ -26,6 +26,7 @@ from deltarefit.runtime.gate import RequestGate
 __all__ = ["ExchangeDriver"]
 
 _log = logging.getLogger(__name__)
+_BEGINNING, _ENDING = "beginning an update session", "ending an update session"
 
 
 class ExchangeDriver:
@@ -189,12 +190,17 @@ class ExchangeDriver:
             try:
                 self._start()
                 info = {"session": exchange.session, "number": number, "operation": operation}
-                self._translated(operation, lambda: self._calls.update(info), on_error=self._lost_session)
-                return self._results(exchange, number, RESULTS[operation])
+                self._translated(operation, lambda: self._calls.update(info), on_error=self._abandon)
+                results = self._results(exchange, number, RESULTS[operation])
+            except BaseException:
+                if not self._is_gate_closed:
+                    self._abandon()
+                raise
             finally:
                 exchange.clear(number)
-                if not self._is_gate_closed:
-                    self._finish()
+            if not self._is_gate_closed:
+                self._finish()
+            return results
 
     def _meet(self) -> Exchange:
         exchange = Exchange(create_directory(self._parent), f"driver-{self._ids.nonce()}")
@@ -210,7 +216,7 @@ class ExchangeDriver:
             **self._options,
         }
         try:
-            self._translated("init_weight_transfer_engine", lambda: self._calls.init(info))
+            self._translated("introducing the driver", lambda: self._calls.init(info))
             self._results(exchange, 0, None)
         except AttemptFailedError as error:
             exchange.remove()
@@ -239,22 +245,27 @@ class ExchangeDriver:
         if self._is_updating:
             return
         try:
-            self._translated("start_weight_update", self._calls.start)
+            self._translated(_BEGINNING, self._calls.start)
         except RejectedError:
             raise
         except RefitError as error:
             _log.info("ending an update session that somebody left open: %s", error)
-            self._translated("finish_weight_update", self._calls.finish)
-            self._translated("start_weight_update", self._calls.start)
+            self._translated(_ENDING, self._calls.finish)
+            self._translated(_BEGINNING, self._calls.start)
         self._is_updating = True
 
     def _finish(self) -> None:
         if self._is_updating:
             self._is_updating = False
-            self._translated("finish_weight_update", self._calls.finish)
+            self._translated(_ENDING, self._calls.finish)
 
-    def _lost_session(self) -> None:
-        self._is_updating = False  # the engine ends a session when a call into it fails
+    def _abandon(self) -> None:
+        """End the session because something failed in it. Some engines have ended it themselves then, and say so; others hold
+        their requests until it is ended."""
+        try:
+            self._finish()
+        except RefitError as error:
+            _log.info("ending an update session in which an operation failed: %s", error)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

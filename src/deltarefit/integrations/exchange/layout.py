@@ -14,7 +14,7 @@ import torch
 
 from deltarefit.integrations.exchange.operations import named_state
 
-__all__ = ["PostLoadWatch", "changed_after_load"]
+__all__ = ["PostLoadWatch", "changed_after_load", "fingerprint"]
 
 _ODD = -0x61C8864680B583EB  # 2^64 / golden ratio, made odd, as a signed number: spreads positions over all 64 bits
 _BLOCK = 2**22
@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RECORDS: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
+def fingerprint(tensor: torch.Tensor) -> int:
     """A sum over elements of (position, bits), in which no permutation of elements goes unseen for practical purposes."""
     if tensor.is_meta:
         return 0
@@ -41,7 +41,7 @@ _Look = tuple[tuple[int, ...], torch.dtype, int]
 
 def _looks(model: Any) -> tuple[dict[str, _Look], set[int]]:
     state = list(named_state(model))
-    looks = {name: (tuple(tensor.shape), tensor.dtype, _fingerprint(tensor)) for name, tensor in state}
+    looks = {name: (tuple(tensor.shape), tensor.dtype, fingerprint(tensor)) for name, tensor in state}
     return looks, {tensor.untyped_storage().data_ptr() for _, tensor in state}
 
 

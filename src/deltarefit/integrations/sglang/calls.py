@@ -1,8 +1,8 @@
 """SGLang's public calls, one face for an ``Engine`` and the HTTP server.
 
-Operations go by SGLang's IPC weight update, which our plug-in answers on every rank, or, for an ``Engine``, through SGLang's
-update session and its ``custom_weight_loader``. While the request gate is open, generation is held for the time of an
-operation, so that running requests need not end for it.
+The driver introduces itself, and operations go, by SGLang's IPC weight update, which our plug-in answers on every rank; an
+``Engine`` can have operations go through SGLang's update session and its ``custom_weight_loader`` instead. While the request
+gate is open, generation is held for the time of an operation, so that running requests need not end for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
-from deltarefit.errors import AttemptFailedError, DeadlineError, RejectedError
-from deltarefit.integrations.exchange import EngineCalls, JsonServer
+from deltarefit.errors import AttemptFailedError, RejectedError
+from deltarefit.integrations.exchange import EngineCalls, JsonServer, ServerRefusalError, run_in_loop
 from deltarefit.integrations.sglang.plugin import LOADER, PREFIX
 from deltarefit.runtime.gate import RequestGate
 
@@ -27,6 +27,8 @@ Through = Literal["plug-in", "session"]
 """How operations reach ranks."""
 
 _FLUSH_S = 30.0
+_REFUSED_STATUS = 400
+"""What SGLang's server answers when requests keep it from dropping its caches."""
 
 
 def calls_for(
@@ -85,26 +87,24 @@ class _EngineFace:
         return str(sglang.__version__)
 
     def init(self, info: Mapping[str, Any]) -> None:
-        if self._through == "plug-in":
-            self._send(info, "the driver's introduction")
-            return
-        self.start()
-        try:
-            self._send(info, "the driver's introduction")
-        finally:
-            self.finish()
+        self._send(info, "the driver's introduction")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        self._send(info, f"operation {info['operation']}")
+        what = f"operation {info['operation']}"
+        if self._through == "plug-in":
+            self._send(info, what)
+        else:
+            self._send_in_session(info, what)
 
     def _send(self, info: Mapping[str, Any], what: str) -> None:
-        from sglang.srt.managers import io_struct
+        from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 
-        if self._through == "plug-in":
-            request: Any = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles=_handles(info), flush_cache=False)
-            _require(self._run(self._manager.update_weights_from_ipc(request, None), what), what)
-            return
+        request = UpdateWeightsFromIPCReqInput(zmq_handles=_handles(info), flush_cache=False)
+        _require(self._run(self._manager.update_weights_from_ipc(request, None), what), what)
+
+    def _send_in_session(self, info: Mapping[str, Any], what: str) -> None:
         import torch
+        from sglang.srt.managers import io_struct
 
         name = PREFIX + json.dumps({key: _text(value) for key, value in info.items()})
         request = io_struct.UpdateWeightsFromTensorReqInput(
@@ -179,20 +179,24 @@ class AsyncCalls(_EngineFace):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], what: str, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(limit_s)
-        except TimeoutError as error:
-            future.cancel()
-            raise DeadlineError(f"SGLang did not finish {what} within {limit_s} s") from error
+        return run_in_loop(coroutine, self._loop, limit_s, engine="SGLang", what=what)
 
     def start(self) -> None:
-        if not self._is_paused:
-            self._pause("in_place")
-        super().start()
+        try:
+            if not self._is_paused:
+                self._pause("in_place")
+            super().start()
+        except BaseException:
+            self._resume_unless_paused()
+            raise
 
     def finish(self) -> None:
-        super().finish()
+        try:
+            super().finish()
+        finally:
+            self._resume_unless_paused()
+
+    def _resume_unless_paused(self) -> None:
         if not self._is_paused:
             self.resume()
 
@@ -212,10 +216,8 @@ class AsyncCalls(_EngineFace):
         self._is_paused = False
 
     def reset_caches(self) -> bool:
-        if self._in_flight != "in_place":
-            return super().reset_caches()
-        self._flush(0.0)  # refused while frozen requests hold blocks; that mode was chosen to keep them
-        return True
+        is_flushed = self._flush(_flush_s(self._in_flight))
+        return is_flushed or _may_keep(self._in_flight)
 
 
 class HttpCalls:
@@ -225,44 +227,61 @@ class HttpCalls:
 
     def __init__(self, url: str, *, in_flight: InFlight, timeout_s: float) -> None:
         self._in_flight = in_flight
-        self._ask = JsonServer(url, timeout_s=timeout_s, if_missing="expected SGLang 0.5.23 or later").ask
+        self._server = JsonServer(url, timeout_s=timeout_s, if_missing="expected SGLang 0.5.23 or later")
         self._is_paused = False
 
     def engine_version(self) -> str:
-        return str(self._ask("GET", "/server_info")["version"])
+        return str(self._server.ask("GET", "/server_info")["version"])
 
     def init(self, info: Mapping[str, Any]) -> None:
         self.update(info)
 
     def update(self, info: Mapping[str, Any]) -> None:
-        self._ask("POST", "/update_weights_from_ipc", {"zmq_handles": _handles(info), "flush_cache": False})
+        self._server.tell("POST", "/update_weights_from_ipc", {"zmq_handles": _handles(info), "flush_cache": False})
 
     def start(self) -> None:
-        if not self._is_paused:
-            self._ask("POST", "/pause_generation", {"mode": "in_place"})
+        if self._is_paused:
+            return
+        try:
+            self._server.tell("POST", "/pause_generation", {"mode": "in_place"})
+        except BaseException:  # it may have been heard all the same
+            self.resume()
+            raise
 
     def finish(self) -> None:
         if not self._is_paused:
             self.resume()
 
     def set_weight_version(self, weight_version: str) -> None:
-        self._ask("POST", "/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        self._server.tell("POST", "/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
 
     def pause(self, timeout_s: float) -> None:
         self._is_paused = True
-        self._ask("POST", "/pause_generation", {"mode": self._in_flight}, timeout_s=timeout_s)
+        self._server.tell("POST", "/pause_generation", {"mode": self._in_flight}, timeout_s=timeout_s)
 
     def resume(self) -> None:
-        self._ask("POST", "/continue_generation", {})
+        self._server.tell("POST", "/continue_generation", {})
         self._is_paused = False
 
     def reset_caches(self) -> bool:
-        may_keep = self._in_flight == "in_place"
         try:
-            self._ask("POST", f"/flush_cache?timeout={0.0 if may_keep else _FLUSH_S}")
-        except AttemptFailedError:  # the server's way to say that requests hold blocks
-            return may_keep
+            self._server.tell("POST", f"/flush_cache?timeout={_flush_s(self._in_flight)}")
+        except ServerRefusalError as error:
+            if error.status != _REFUSED_STATUS:
+                raise
+            return _may_keep(self._in_flight)
         return True
+
+
+def _flush_s(in_flight: InFlight) -> float:
+    """How long SGLang may wait until nothing runs. Paused by ``retract`` or ``in_place`` it would wait in vain: requests that
+    it took back wait for it to go on, and hold nothing."""
+    return _FLUSH_S if in_flight in {"wait", "abort"} else 0.0
+
+
+def _may_keep(in_flight: InFlight) -> bool:
+    """Whether caches may stay: frozen requests hold them, and that mode was chosen to keep those."""
+    return in_flight == "in_place"
 
 
 def _handles(info: Mapping[str, Any]) -> dict[str, str]:

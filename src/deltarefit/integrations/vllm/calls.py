@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
-from deltarefit.errors import DeadlineError, RejectedError
-from deltarefit.integrations.exchange import EngineCalls, JsonServer
+from deltarefit.errors import RejectedError
+from deltarefit.integrations.exchange import EngineCalls, JsonServer, run_in_loop
 from deltarefit.runtime.gate import RequestGate
 
 __all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "calls_for"]
@@ -101,12 +101,7 @@ class AsyncCalls:
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any], what: str, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(limit_s)
-        except TimeoutError as error:
-            future.cancel()
-            raise DeadlineError(f"vLLM did not finish {what} within {limit_s} s") from error
+        return run_in_loop(coroutine, self._loop, limit_s, engine="vLLM", what=what)
 
     def engine_version(self) -> str:
         import vllm
@@ -155,37 +150,37 @@ class HttpCalls:
 
     def __init__(self, url: str, *, in_flight: InFlight, timeout_s: float) -> None:
         self._in_flight = in_flight
-        self._ask = JsonServer(
+        self._server = JsonServer(
             url,
             timeout_s=timeout_s,
             if_missing='start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "deltarefit"}\'',
-        ).ask
+        )
 
     def engine_version(self) -> str:
-        return str(self._ask("GET", "/version")["version"])
+        return str(self._server.ask("GET", "/version")["version"])
 
     def init(self, info: Mapping[str, Any]) -> None:
-        self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+        self._server.tell("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     def start(self) -> None:
-        self._ask("POST", "/start_weight_update")
+        self._server.tell("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        self._ask("POST", "/update_weights", {"update_info": dict(info)})
+        self._server.tell("POST", "/update_weights", {"update_info": dict(info)})
 
     def finish(self) -> None:
-        self._ask("POST", "/finish_weight_update", {})
+        self._server.tell("POST", "/finish_weight_update", {})
 
     def set_weight_version(self, weight_version: str) -> None:
-        self._ask("POST", "/update_weight_version", {"new_version": weight_version})
+        self._server.tell("POST", "/update_weight_version", {"new_version": weight_version})
 
     def pause(self, timeout_s: float) -> None:
-        self._ask("POST", f"/pause?mode={self._in_flight}&clear_cache=false", timeout_s=timeout_s)
+        self._server.tell("POST", f"/pause?mode={self._in_flight}&clear_cache=false", timeout_s=timeout_s)
 
     def resume(self) -> None:
-        self._ask("POST", "/resume")
+        self._server.tell("POST", "/resume")
 
     def reset_caches(self) -> bool:
-        answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
-        self._ask("POST", "/reset_encoder_cache")
-        return bool(answer and answer.get("success"))
+        answer = self._server.ask("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        self._server.tell("POST", "/reset_encoder_cache")
+        return bool(answer.get("success"))
