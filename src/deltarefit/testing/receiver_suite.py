@@ -12,8 +12,8 @@
         def checkpoint(self):
             return safetensors.torch.load_file("sample.safetensors")
 
-The contract that it checks is written down in ``docs/loader-contract.md``. ``loader_suite.check_loader`` asks the same of one
-model in one call, without pytest. Each test takes a few loads of the sample: keep it small, a layer of each kind.
+The contract that it checks is written down in ``docs/loader-contract.md``. Each test takes a few loads of the sample: keep it
+small, a layer of each kind.
 """
 
 from __future__ import annotations
