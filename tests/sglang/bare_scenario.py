@@ -17,7 +17,7 @@ from deltarefit.bits import spec_of
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RefitError
 from deltarefit.ids import EncodingMode
-from deltarefit.integrations.sglang.derived import DerivedState
+from deltarefit.integrations.sglang.derived import DerivedState, note_constants
 from deltarefit.integrations.sglang.receiver import SglangReceiver
 from deltarefit.receiver import ApplyPath, RankReceiver, ReceiverSettings, outcomes_of
 from deltarefit.records import Encoding
@@ -43,7 +43,7 @@ def addresses(model) -> dict[str, int]:
 class Refits:
     def __init__(self) -> None:
         checkpoint = write_sglang_checkpoint(WORK / ARCHITECTURE, ARCHITECTURE)
-        self.bare = BareSglang(checkpoint, WORK / f"rendezvous-{ARCHITECTURE}")
+        self.bare = BareSglang(checkpoint, WORK / f"rendezvous-{ARCHITECTURE}", watch=note_constants)
         self.versions = [load_tensors(checkpoint)]
         for seed in (1, 2):
             self.versions.append(perturbed(self.versions[-1], 0.03, seed=seed))

@@ -10,7 +10,7 @@ import torch
 from deltarefit.bits import spec_of
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.sglang.derived import DerivedState
+from deltarefit.integrations.sglang.derived import DerivedState, note_constants
 from deltarefit.integrations.sglang.receiver import SglangReceiver
 from deltarefit.receiver import RankReceiver
 from deltarefit.testing.oracle import delta_payload, plan_for
@@ -67,8 +67,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
+LIMIT = 2**20
+
+
 def loaded(values, **options) -> Model:
     model = Model(**options)
+    note_constants(model)
     model.load_weights(values.items())
     return model
 
@@ -107,7 +111,104 @@ def test_a_receiver_that_knows_nothing_of_it_is_refused_where_threads_write() ->
 def test_what_counts_as_derived() -> None:
     model = loaded(weights(0))
     model.attention.scales = [torch.ones(2), None]
-    assert sorted(DerivedState(model).tensors()) == ["attention.scales.0", "attention.w_kc"]
+    model.attention.tables = {"rows": torch.arange(3), "none": None}
+    assert sorted(DerivedState(model).tensors()) == ["attention.scales.0", "attention.tables.rows", "attention.w_kc"]
+
+
+def test_what_was_there_before_the_load_counts_once_somebody_writes_to_it() -> None:
+    model = loaded(weights(0))
+    model.attention.positions[0] = 0  # the same bits, but written
+    assert "attention.positions" in DerivedState(model).tensors()
+    model = loaded(weights(0))
+    model.attention.positions.data[1] = 7  # a write that torch does not count
+    assert "attention.positions" in DerivedState(model).tensors()
+    model = loaded(weights(0))
+    model.attention.positions = torch.arange(4)
+    assert "attention.positions" in DerivedState(model).tensors()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_state_of_whole_numbers_that_the_hook_does_not_compute_is_refused(dtype: torch.dtype) -> None:
+    """Floating point is not the only thing that is derived: packed codes, zero points, compensation sums."""
+    model = loaded(weights(0))
+    model.attention.signs = (model.attention.kv_b_proj > 0).to(dtype)
+    with pytest.raises(RejectedError, match=r"attention\.signs: is kept outside parameters and buffers"):
+        SglangReceiver(model, model.load_weights).prewarm(catalog())
+
+
+def with_signs(monkeypatch, write):
+    """Have the hook keep the signs of a projection too, by ``write(signs, weight)``."""
+    original = Model.post_load_weights
+
+    def hook(self, weight_names=None) -> None:
+        original(self)
+        if not hasattr(self.attention, "signs"):
+            self.attention.signs = torch.zeros(8, 4, dtype=torch.int8)
+        write(self.attention.signs, self.attention.kv_b_proj.data)
+
+    monkeypatch.setattr(Model, "post_load_weights", hook)
+
+
+def test_state_of_whole_numbers_that_the_hook_computes_is_that_of_a_fresh_load(monkeypatch) -> None:
+    with_signs(monkeypatch, lambda signs, weight: signs.copy_(weight > 0))
+    old, new = weights(0), weights(1)
+    model, fresh = loaded(old), loaded(new)
+    receiver = SglangReceiver(model, model.load_weights)
+    plan = plan_for([receiver.prewarm(catalog())], catalog())
+    receiver.prepare(plan)
+    receiver.apply(delta_payload(plan, old, new))
+    receiver.synchronize()
+    assert torch.equal(model.attention.signs, fresh.attention.signs)
+    assert not torch.equal(model.attention.signs, loaded(old).attention.signs)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda signs, weight: signs[:4].copy_(weight[:4] > 0),
+        lambda signs, weight: signs.bitwise_or_((weight > 0).to(torch.int8)),
+    ],
+    ids=["a part of it", "on top of what was there"],
+)
+def test_a_hook_that_computes_state_only_in_part_is_refused(monkeypatch, write) -> None:
+    with_signs(monkeypatch, write)
+    model = loaded(weights(0))
+    before = model.attention.signs.clone()
+    with pytest.raises(RejectedError, match=r"attention\.signs: is kept outside"):
+        DerivedState(model).check(LIMIT)
+    assert torch.equal(model.attention.signs, before)
+
+
+def test_the_trial_copies_no_weight_that_the_hook_leaves_alone(monkeypatch) -> None:
+    model = loaded(weights(0))
+    cloned, original = [], torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, **options: cloned.append(self.nbytes) or original(self, **options))
+    DerivedState(model).check(LIMIT)
+    assert cloned
+    assert sum(cloned) <= 2 * model.attention.w_kc.nbytes
+    cloned.clear()
+    DerivedState(model).check(0)
+    assert cloned == []
+
+
+def test_what_was_too_large_to_keep_is_said_to_be_spoilt(monkeypatch) -> None:
+    model = loaded(weights(0))
+    monkeypatch.setattr(Model, "post_load_weights", lambda self, weight_names=None: scale_weight(self))
+    with pytest.raises(RejectedError, match=r"bytes of attention\.o_proj are spoilt: load the model again"):
+        DerivedState(model).check(0)
+
+
+def test_a_hook_that_fails_is_refused_and_undone(monkeypatch) -> None:
+    def fail(self, weight_names=None) -> None:
+        self.attention.o_proj.data.mul_(2)
+        raise ZeroDivisionError("oops")
+
+    model = loaded(weights(0))
+    before = model.attention.o_proj.clone()
+    monkeypatch.setattr(Model, "post_load_weights", fail)
+    with pytest.raises(RejectedError, match="post_load_weights fails when it runs again: ZeroDivisionError: oops"):
+        DerivedState(model).check(LIMIT)
+    assert torch.equal(model.attention.o_proj, before)
 
 
 def test_state_that_the_hook_does_not_compute_is_refused_and_left_alone() -> None:
@@ -140,7 +241,7 @@ def test_a_hook_that_cannot_be_run_again_is_refused_and_undone(monkeypatch, hook
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(Model, "post_load_weights", lambda self, weight_names=None: hook(self))
     with pytest.raises(RejectedError, match=reason):
-        DerivedState(model).check()
+        DerivedState(model).check(LIMIT)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 

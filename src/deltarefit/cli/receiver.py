@@ -90,9 +90,8 @@ def _driver(engine: str, kind: str, in_flight: str | None, options: Mapping[str,
     if chosen not in modes:
         raise RejectedError(f"--in-flight {chosen} with a {found} server: expected one of {', '.join(modes)}")
     room: Any = importlib.import_module(f"deltarefit.integrations.{found}")
-    if found == "sglang":
-        return room.SglangEngine(engine, in_flight=chosen, **options)
-    return room.VllmEngine(engine, in_flight=chosen, refit_drafts=not keep_drafts, **options)
+    driver: Any = room.SglangEngine if found == "sglang" else room.VllmEngine
+    return driver(engine, in_flight=chosen, refit_drafts=not keep_drafts, **options)
 
 
 def _kind_of(engine: str) -> str:

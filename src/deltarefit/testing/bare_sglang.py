@@ -79,8 +79,9 @@ _SPELLINGS: Mapping[str, Callable[[dict[str, Any]], None]] = {
 class BareSglang:
     """Builds models of one checkpoint directory, on one rank. One object a process."""
 
-    def __init__(self, checkpoint: Path, rendezvous: Path) -> None:
-        """``rendezvous``: a file that does not exist yet."""
+    def __init__(self, checkpoint: Path, rendezvous: Path, *, watch: Callable[[Any], object] = id) -> None:
+        """``rendezvous``: a file that does not exist yet. ``watch`` is called with each model before its weights are loaded."""
+        self._watch = watch
         sglang_cpu.prepare()
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -116,6 +117,7 @@ class BareSglang:
         from sglang.srt.model_loader.utils import set_default_torch_dtype
 
         model = self.build()
+        self._watch(model)
         pairs = iter([(name, tensor.clone()) for name, tensor in weights.items()])
         with torch.no_grad(), set_default_torch_dtype(self._config.dtype):
             DefaultModelLoader.load_weights_and_postprocess(model, pairs, torch.device("cpu"))

@@ -14,7 +14,7 @@ from deltarefit.integrations.sglang.plugin import LOADER, register
 if TYPE_CHECKING:
     from deltarefit.integrations.sglang.driver import SglangEngine
 
-__all__ = ["LOADER", "SglangEngine", "engine_driver", "rank_receiver", "receive", "register"]
+__all__ = ["LOADER", "SglangEngine", "engine_driver", "note_constants", "rank_receiver", "receive", "register"]
 
 
 def engine_driver(target: Any, *, request_gate: Any, key: bytes | None) -> Any:
@@ -36,6 +36,14 @@ def receive(model: Any, named_tensors: Any) -> None:
     from deltarefit.integrations.sglang.rank import receive as operate
 
     operate(model, named_tensors)
+
+
+def note_constants(model: Any) -> None:
+    """Have a bare model looked at before its weights are loaded: what hangs on it by then follows from no weight. Engines do
+    this by themselves."""
+    from deltarefit.integrations.sglang.derived import note_constants as note
+
+    note(model)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ class SglangEngine(ExchangeDriver):
         key_file: Path | None = None,
         key: bytes | None = None,
         verify_writes: bool = False,
+        refit_drafts: bool = True,
         call_timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
         request_gate: RequestGate | None = None,
@@ -44,8 +45,9 @@ class SglangEngine(ExchangeDriver):
     ) -> None:
         """``in_flight`` says what becomes of running requests (default: retract, or wait for an ``Engine`` without ``loop``).
 
-        ``through``: ``plug-in``, or ``session`` for SGLang's own update session, at whose end post-load work runs again. For
-        the others see ``ExchangeDriver``.
+        ``through``: ``plug-in``, or ``session`` for SGLang's own update session, at whose end post-load work runs again. An
+        engine that speculates with a draft model is refused, because drafts are not refitted, unless ``refit_drafts`` is false:
+        then the draft stays as it was loaded. For the others see ``ExchangeDriver``.
         """
         gate: RequestGate = request_gate if request_gate is not None else LocalGate()
         if in_flight is None:
@@ -59,4 +61,5 @@ class SglangEngine(ExchangeDriver):
             verify_writes=verify_writes,
             call_timeout_s=call_timeout_s,
             ids=ids,
+            options=None if refit_drafts else {"refit_drafts": False},
         )

@@ -1,9 +1,9 @@
-"""What SGLang calls in each of its processes (entry point group ``sglang.srt.plugins``): hooks on two of its functions.
+"""What SGLang calls in each of its processes (entry point group ``sglang.srt.plugins``): hooks on three of its functions.
 
 They act only in engines started with ``--custom-weight-loader deltarefit.integrations.sglang.receive``; others are left as
-they were. One watches what SGLang does to weights after loading them. The other gives SGLang's IPC weight update, the one call
-that is small JSON, reaches every rank and needs no update session, a second meaning: an update whose handles are ours is an
-operation for ``rank.answer``.
+they were. Two watch what hangs on a model before its weights are loaded, and what SGLang does to weights afterwards. The third
+gives SGLang's IPC weight update, the one call that is small JSON, reaches every rank and needs no update session, a second
+meaning: an update whose handles are ours is for ``rank``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.update_weights_from_ipc", _on_update, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER_MODULE}.DefaultModelLoader.load_weights_only", _on_loading, HookType.AROUND)
     HookRegistry.register(f"{_LOADER_MODULE}.DefaultModelLoader.postprocess_weights", _on_loaded, HookType.AROUND)
 
 
@@ -56,17 +57,33 @@ def _on_update(update: Callable[..., tuple[bool, str]], updater: Any, request: A
         return update(updater, request)
     if not is_chosen():
         return False, f"this engine was not started with --custom-weight-loader {LOADER}"
-    if updater.get_model_runner().is_draft_worker:
-        return True, "the draft model is not refitted"
-    from deltarefit.integrations.sglang.rank import answer
+    from deltarefit.integrations.sglang.rank import answer, meet, refuse_draft
 
+    is_meeting = "directory" in info
     try:
+        if updater.get_model_runner().is_draft_worker:  # called after its policy's, with the same handles
+            if is_meeting and info.get("refit_drafts") != "false":
+                refuse_draft(info)
+            return True, "the draft model is left as it is"
         updater._assert_weight_cache_inactive("a refit")
-        answer(updater.get_model(), info, dtype=updater.model_config.dtype)
+        if is_meeting:
+            meet(updater.get_model(), info, dtype=updater.model_config.dtype)
+        else:
+            answer(updater.get_model(), info)
     except Exception as error:  # SGLang's scheduler would die of it; the driver raises what it is told
         _log.debug("operation failed", exc_info=True)
         return False, f"{type(error).__name__}: {error}"
     return True, "done"
+
+
+def _on_loading(load: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's load, before which the model is looked at the first time: what is there already follows from no weight."""
+    from deltarefit.integrations.exchange import changed_after_load
+    from deltarefit.integrations.sglang.derived import note_constants
+
+    if is_chosen() and changed_after_load(model) is None:
+        note_constants(model)
+    load(model, *args, **kwargs)
 
 
 def _on_loaded(postprocess: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:

@@ -3,50 +3,71 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.exchange import RankEndpoint, RankOperations, changed_after_load, named_state
+from deltarefit.integrations.exchange.directory import Exchange
 from deltarefit.integrations.sglang.derived import DerivedState
 from deltarefit.integrations.sglang.plugin import LOADER, PREFIX
 from deltarefit.integrations.sglang.receiver import SglangReceiver
 from deltarefit.receiver import ReceiverSettings
+from deltarefit.runtime.messages import Failure
 from deltarefit.wording import some_of
 
-__all__ = ["answer", "check_layout", "receive", "whole_state"]
+__all__ = ["answer", "check_layout", "meet", "receive", "refuse_draft", "whole_state"]
 
 _SHOWN = 5
-_ENDPOINTS: weakref.WeakKeyDictionary[Any, RankEndpoint] = weakref.WeakKeyDictionary()
 
 
-def answer(model: torch.nn.Module, info: Mapping[str, str], *, dtype: torch.dtype | None = None) -> None:
-    """Meet a driver (``directory``, ``session``, ``key_file``), or carry out one of its operations (``number``, ``operation``).
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """A driver has introduced itself to the rank of a model."""
 
-    ``dtype``: the one that SGLang's loaders take as the default.
+    endpoint: RankEndpoint
+    dtype: torch.dtype
+    """The one that SGLang's loaders take as the default in this engine; its checkpoint may name another."""
+
+
+_MET: dict[torch.nn.Module, _Met] = {}
+"""At most one entry: a process of SGLang's serves one policy, for as long as it lives."""
+
+
+def meet(model: torch.nn.Module, info: Mapping[str, str], *, dtype: torch.dtype) -> None:
+    """Answer to the driver that introduces itself (``directory``, ``session``, ``key_file``) from now on, and to no other.
+
+    Raises:
+        RejectedError: its directory is none that this rank can use.
+    """
+    rank, world_size = _place()
+    settings = ReceiverSettings(layout_tag=_tag(rank), verify_writes=info.get("verify_writes") == "true")
+    endpoint = RankEndpoint(rank, world_size, partial(_operations, model, settings))
+    with _as_in_loading(model, dtype):
+        endpoint.meet(info["directory"], info["session"], info.get("key_file", ""))
+    _MET.clear()
+    _MET[model] = _Met(endpoint, dtype)
+
+
+def answer(model: torch.nn.Module, info: Mapping[str, str]) -> None:
+    """Carry out one of a driver's operations (``session``, ``number``, ``operation``).
 
     Raises:
         RejectedError: the operation is not from the driver that this rank answers to, or makes no sense.
     """
-    with torch.no_grad(), _default_dtype(dtype):
-        _wait_for_devices(model)
-        if "directory" in info:
-            endpoint = _new_endpoint(model, verify_writes=info.get("verify_writes") == "true")
-            _ENDPOINTS[model] = endpoint
-            endpoint.meet(info["directory"], info["session"], info.get("key_file", ""))
-            return
-        known = _ENDPOINTS.get(model)
-        number = info.get("number", "")
-        if known is None or not number.isdecimal():
-            raise RejectedError(
-                f"operation {info.get('operation')!r}, number {number!r}: expected a driver that has introduced itself"
-            )
-        known.receive(info["session"], int(number), info["operation"])
+    known, number = _MET.get(model), info.get("number", "")
+    if known is None or not number.isdecimal():
+        raise RejectedError(
+            f"operation {info.get('operation')!r}, number {number!r}: expected a driver that has introduced itself"
+        )
+    with _as_in_loading(model, known.dtype):
+        known.endpoint.receive(info["session"], int(number), info["operation"])
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -58,7 +79,18 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Ten
     for name, _ in named_tensors:
         if not name.startswith(PREFIX):
             raise RejectedError(f"{LOADER} got a tensor {name[:80]!r}: expected an operation of a deltarefit receiver")
-        answer(model, json.loads(name.removeprefix(PREFIX)), dtype=getattr(getattr(model, "config", None), "torch_dtype", None))
+        answer(model, json.loads(name.removeprefix(PREFIX)))
+
+
+def refuse_draft(info: Mapping[str, str]) -> None:
+    """Answer for the rank of a draft, once that of its policy has accepted the driver: nobody would refit the draft."""
+    rank, world_size = _place()
+    refusal = RejectedError(
+        "this engine speculates with a draft model, which would keep its old weights: deltarefit does not refit drafts of "
+        "SGLang. Serve without --speculative-algorithm, or leave the draft as it is: 'deltarefit receiver --keep-drafts', "
+        "SglangEngine(..., refit_drafts=False)"
+    )
+    Exchange(Path(info["directory"]), info["session"]).reply(0, rank, world_size, None, Failure.of(refusal))
 
 
 def check_layout(model: torch.nn.Module) -> None:
@@ -75,10 +107,10 @@ def check_layout(model: torch.nn.Module) -> None:
             "sglang.srt.plugins (see SGLANG_PLUGINS)"
         )
     if changed:
-        lines = some_of(changed, _SHOWN, joint="\n  ")
+        listed = some_of(changed, _SHOWN, joint="\n  ")
         raise RejectedError(
             f"{len(changed)} weights of this SGLang model are not in the layout that its loader writes, so they cannot be "
-            f"refitted in place:\n  {lines}\n"
+            f"refitted in place:\n  {listed}\n"
             "Choose kernel backends that keep the checkpoint's layout, such as Triton for experts"
         )
     for module in model.modules():
@@ -92,36 +124,36 @@ def whole_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from DerivedState(model).tensors().items()
 
 
-def _new_endpoint(model: torch.nn.Module, *, verify_writes: bool) -> RankEndpoint:
+def _place() -> tuple[int, int]:
+    """This rank's number, and how many there are."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-    world_size = parallel.tp_size * parallel.pp_size
-    return RankEndpoint(rank, world_size, partial(_operations, weakref.ref(model), rank, verify_writes))
+    return parallel.pp_rank * parallel.tp_size + parallel.tp_rank, parallel.tp_size * parallel.pp_size
 
 
-def _operations(held: weakref.ref[torch.nn.Module], rank: int, verify_writes: bool, key: bytes | None) -> RankOperations:
+def _tag(rank: int) -> str:
     import sglang
 
-    model = held()
-    if model is None:
-        raise RejectedError("the model that this driver met is gone; meet the engine again")
+    return f"sglang {sglang.__version__}, rank {rank}"
+
+
+def _operations(model: torch.nn.Module, settings: ReceiverSettings, key: bytes | None) -> RankOperations:
     check_layout(model)
-    settings = ReceiverSettings(layout_tag=f"sglang {sglang.__version__}, rank {rank}", verify_writes=verify_writes)
     load: Any = model.load_weights
     receiver = SglangReceiver(model, load, settings=settings)
     return RankOperations(model, receiver, check=check_layout, key=key, state=whole_state)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """As around SGLang's own loading."""
+def _as_in_loading(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """What SGLang has around its own loading; and nothing that was launched before still reads the weights."""
     before = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.no_grad():
+            _wait_for_devices(model)
+            yield
     finally:
         torch.set_default_dtype(before)
 

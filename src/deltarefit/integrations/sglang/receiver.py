@@ -11,7 +11,7 @@ import torch
 from deltarefit.canonical import Catalog
 from deltarefit.integrations.sglang.derived import DerivedState
 from deltarefit.placement.inputs import LoadWeights
-from deltarefit.receiver import PrewarmReport, RankReceiver, ReceiverSettings
+from deltarefit.receiver import RankReceiver, ReceiverSettings
 from deltarefit.receiver.assembly import Prewarmed
 
 __all__ = ["SglangReceiver"]
@@ -29,25 +29,16 @@ class SglangReceiver(RankReceiver):
         self._derived = DerivedState(model)
         super().__init__(model, _on_this_thread(load_weights, self._derived), settings=settings)
 
-    def prewarm(self, catalog: Catalog) -> PrewarmReport:
-        """As ``RankReceiver.prewarm``.
-
-        Raises:
-            RejectedError: also if the model derives state from weights that its own hook does not compute anew.
-        """
-        before = self._prewarmed
-        super().prewarm(catalog)
-        known = self._known()
-        if known is not before:
-            self._prewarmed = None
-            known = self._prewarmed = _with_reruns(known, self._derived.check())
-        return known.report
+    def _learn(self, catalog: Catalog) -> Prewarmed:
+        """Also refuses models that derive state from weights which their own hook does not compute anew."""
+        known = super()._learn(catalog)
+        return _with_reruns(known, self._derived.check(self._settings.snapshot_nbytes))
 
     def synchronize(self) -> None:
         """As ``RankReceiver.synchronize``, with the derived state computed anew from the weights as they are now."""
         super().synchronize()
         self._derived.rerun()
-        for device in {tensor.device for tensor in self._derived.tensors().values()}:
+        for device in {storage.device for storage in self._known().storages.storages}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
