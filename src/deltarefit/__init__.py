@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from deltarefit.runtime.auditing import AuditReport
     from deltarefit.runtime.publisher import Publisher
     from deltarefit.runtime.receiver_agent import Receiver
+    from deltarefit.runtime.relay_service import RelayService
     from deltarefit.runtime.report import RefitReport
-    from deltarefit.runtime.settings import PublisherSettings, ReceiverAgentSettings
+    from deltarefit.runtime.settings import PublisherSettings, ReceiverAgentSettings, RelayServiceSettings
 
 __all__ = [
     "AttemptFailedError",
@@ -41,6 +42,8 @@ __all__ = [
     "RefitError",
     "RefitReport",
     "RejectedError",
+    "RelayService",
+    "RelayServiceSettings",
 ]
 
 __version__ = "0.1.0"
@@ -52,6 +55,8 @@ _LAZY = {
     "Receiver": "deltarefit.runtime.receiver_agent",
     "ReceiverAgentSettings": "deltarefit.runtime.settings",
     "RefitReport": "deltarefit.runtime.report",
+    "RelayService": "deltarefit.runtime.relay_service",
+    "RelayServiceSettings": "deltarefit.runtime.settings",
 }
 
 

@@ -22,6 +22,8 @@ PUBLIC = [
     "RefitError",
     "RefitReport",
     "RejectedError",
+    "RelayService",
+    "RelayServiceSettings",
 ]
 
 

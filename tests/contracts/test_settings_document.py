@@ -129,3 +129,15 @@ def test_the_options_named_are_those_that_the_commands_have():
     assert len(told) == len(RelayServiceSettings.__struct_fields__)
     assert options("relay") - told == {"--run", "--listen", "--advertise", "--key-file"}
     assert options("receiver") - set(re.findall(r"`(--[a-z-]+)`", receiver)) == {"--run", "--engine", "--name"}
+
+
+def test_every_setting_that_a_message_names_exists():
+    kinds = (PublisherSettings, ReceiverAgentSettings, RelayServiceSettings)
+    known = {name for kind in kinds for name in kind.__struct_fields__}
+    told: dict[str, str] = {}
+    for path in (DOCS.parent / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for pattern in (r"\b([a-z]+(?:_[a-z]+)+) setting\b", r"\b(?:set|raise|lower|another) ([a-z]+(?:_[a-z]+)+)\b(?! from)"):
+            told |= {name: str(path) for name in re.findall(pattern, text)}
+    assert len(told) > 5
+    assert {name: path for name, path in told.items() if name not in known} == {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -288,6 +290,13 @@ def test_sizes_are_the_papers_and_scale_down_with_the_model(share_nbytes, bucket
 def test_given_sizes_are_kept():
     found = source_settings(PublisherSettings(bucket_nbytes=7, chunk_nbytes=3), 1 << 40)
     assert (found.bucket_nbytes, found.chunk_nbytes) == (7, 3)
+
+
+def test_owners_get_every_setting_that_is_theirs_from_the_publisher():
+    """Each field of a source's settings can be reached, and arrives."""
+    other = {"check_replicas": False, "verify_candidate": False, "baseline_directory": "/b", "scan_threads": 3}
+    found = source_settings(PublisherSettings(bucket_nbytes=7, chunk_nbytes=3, **other), 1 << 40)
+    assert dataclasses.asdict(found) == {**other, "bucket_nbytes": 7, "chunk_nbytes": 3, "baseline_directory": Path("/b")}
 
 
 # --- whole refits ----------------------------------------------------------------------------------------------------------

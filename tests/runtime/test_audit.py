@@ -242,3 +242,15 @@ def test_long_lists_are_cut_in_words_and_kept_in_the_report():
     found = ReceiverAudit(receiver="r", engine="e", differing=tuple(f"t{n}" for n in range(8)))
     report = deltarefit.AuditReport(policy_version=1, policy_digest="", num_tensors=9, checked_nbytes=9, receivers=(found,))
     assert report.describe() == "receiver r differs in t0, t1, t2, t3, t4 and 3 more"
+
+
+def test_a_report_says_what_each_receivers_audit_covered(tmp_path):
+    """Two engines that cover different things: neither's words stand for both."""
+    with Pair(tmp_path, num_receivers=2) as pair:
+        publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, min_receivers=2))
+        perturb(pair.policy, 0)
+        same = publisher.refit().covered
+        assert same == "every parameter and buffer that a canonical tensor reaches, on 1 rank"
+        pair.receivers[1]._engine.covered = lambda: "the first layer"
+        perturb(pair.policy, 1)
+        assert publisher.refit().covered == f"rollout-0: {same}; rollout-1: the first layer"

@@ -245,7 +245,7 @@ class Reception:
     def _no_room(self, arrival: Arrival, arrivals: Arrivals) -> NoReturn:
         reason = (
             f"{arrival.payload}: staging needs at least {arrivals.nbytes + arrival.nbytes} bytes, the limit is "
-            f"{self._settings.staging_limit_nbytes}; raise staging_limit_nbytes, or allow spilling"
+            f"{self._settings.staging_limit_nbytes}; raise staging_nbytes, or allow spilling"
         )
         self.fail(arrival.payload.attempt, reason)
         raise AttemptFailedError(f"receiver {self._receiver}: {reason}")

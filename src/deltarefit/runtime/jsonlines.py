@@ -103,7 +103,9 @@ class JsonLines:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise RejectedError(f"event file {path}: {error}; name another with the event_file setting") from error
+            raise RejectedError(
+                f"event file {path}: {error}; name another directory with the event_directory setting"
+            ) from error
         self.write(ProcessLine(platform.node(), os.getpid(), boot_id(), clock.wall_s(), clock.monotonic_s()))
 
     def stage(self, event: StageEvent) -> None:
@@ -165,7 +167,9 @@ def _line(path: Path, number: int, line: bytes) -> Line:
     try:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, ValueError) as error:
-        raise RejectedError(f"event file {path}, line {number}: {error}; expected lines written by event_file") from error
+        raise RejectedError(
+            f"event file {path}, line {number}: {error}; expected lines written through event_directory"
+        ) from error
 
 
 def _event_file(path: Path, lines: list[Line]) -> EventFile:

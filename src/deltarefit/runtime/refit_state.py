@@ -120,7 +120,8 @@ class Outcome:
     digests: dict[str, TensorDigest] = field(default_factory=dict)
     receivers: tuple[ReceiverId, ...] = ()
     audited: bool = False
-    covered: str = ""
+    covered: dict[ReceiverId, str] = field(default_factory=dict)
+    """What each receiver's audit covered, in words."""
     t0_s: float = 0.0
     t1_s: float = 0.0
     events: list[StageEvent] = field(default_factory=list)

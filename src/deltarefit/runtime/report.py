@@ -39,7 +39,8 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether every receiver proved that digest from the bits it holds, in this refit."""
     receivers: tuple[str, ...]
     covered: str
-    """What the audit covered on the receivers, in words: state outside parameters and buffers is never covered."""
+    """What the audit covered on the receivers, in words, by receiver where they differ: state outside parameters and buffers is
+    never covered."""
     failures: tuple[str, ...] = ()
     bounds: LowerBounds | None = None
     """What construction, transport and application would have taken alone; ``bounds.binding`` names the longest."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deltarefit.canonical import digest_of_digests
 from deltarefit.protocol import commands
 from deltarefit.runtime.events import StageEvent
@@ -10,8 +12,9 @@ from deltarefit.runtime.refit_state import Outcome, Session
 from deltarefit.runtime.report import RefitReport, stage_seconds
 from deltarefit.runtime.trace_bounds import lower_bounds
 from deltarefit.runtime.trace_clock import on_axis
+from deltarefit.wording import some_of
 
-__all__ = ["make_report"]
+__all__ = ["covered_in_words", "make_report"]
 
 
 def make_report(session: Session, outcome: Outcome, finish: commands.Finish, observers: Observers) -> RefitReport:
@@ -34,7 +37,7 @@ def make_report(session: Session, outcome: Outcome, finish: commands.Finish, obs
         policy_digest=digest_of_digests(outcome.digests),
         audited=outcome.audited,
         receivers=tuple(outcome.receivers),
-        covered=outcome.covered,
+        covered=covered_in_words({receiver: outcome.covered[receiver] for receiver in outcome.receivers}),
         failures=finish.causes,
         bounds=lower_bounds(happened),
         pause_s=spent_s.get("pause", 0.0),
@@ -44,3 +47,13 @@ def make_report(session: Session, outcome: Outcome, finish: commands.Finish, obs
     )
     observers.refit(report, reported, shifts)
     return report
+
+
+def covered_in_words(covered: Mapping[str, str]) -> str:
+    """What audits covered, from each receiver's words: once if all say the same, else with who says what."""
+    sayers: dict[str, list[str]] = {}
+    for receiver, text in sorted(covered.items()):
+        sayers.setdefault(text, []).append(receiver)
+    if len(sayers) < 2:
+        return "".join(sayers)
+    return "; ".join(f"{some_of(receivers, 8)}: {text}" for text, receivers in sayers.items())

@@ -180,7 +180,7 @@ class Schedule:
         for receiver, answer in _failures_first(answers):
             completed = expect(answer, messages.Completed, receiver)
             self._outcome.events.extend(completed.events)
-            self._outcome.covered = completed.covered
+            self._outcome.covered[receiver] = completed.covered
             if completed.digests is not None:
                 self._check_result(receiver, completed.digests)
         self._outcome.audited = audit

@@ -13,7 +13,7 @@ import msgspec
 from deltarefit.errors import RejectedError
 from deltarefit.units import parse_nbytes
 
-__all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings"]
+__all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings", "RelayServiceSettings"]
 
 _MAX_RETAINED = 1000
 
@@ -135,6 +135,12 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     it."""
     baseline_directory: str = ""
     """Where to memory-map the baseline; empty keeps it in memory."""
+    check_replicas: bool = True
+    """Whether copies of a shard on different ranks are compared bit for bit at the start, which reads all weights of each
+    rank."""
+    verify_candidate: bool = True
+    """Whether owners prove before the commit, by one more scan beside the transfer, that the weights are still those that were
+    sent. Without it, writes to them during a refit go unnoticed until an audit."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work together."""

@@ -24,4 +24,6 @@ def source_settings(settings: PublisherSettings, share_nbytes: int) -> SourceSet
         bucket_nbytes=bucket_nbytes,
         scan_threads=settings.scan_threads,
         baseline_directory=Path(settings.baseline_directory) if settings.baseline_directory else None,
+        check_replicas=settings.check_replicas,
+        verify_candidate=settings.verify_candidate,
     )
