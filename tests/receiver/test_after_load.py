@@ -66,10 +66,13 @@ class Engine:
 
     def __init__(self, finish: Finish, rules=None, **shapes) -> None:
         self._make = lambda: Model(finish, rules, **shapes)
+        self.init: Finish = lambda layer: None
         self.built: list[weakref.ref[Model]] = []
 
     def build(self) -> Model:
         model = self._make()
+        for layer in model.layers:
+            self.init(layer)
         self.built.append(weakref.ref(model))
         return model
 
@@ -146,17 +149,50 @@ def drops_zeros(layer) -> None:
 
 def behind_a_handle(layer) -> None:
     """The weight is where nobody sees it; only its address shows."""
-    hidden = layer.weight.data.clone()
-    layer.helper.keep = _Opaque(hidden)
-    layer.helper.handle = torch.tensor([hidden.data_ptr()])
+    HIDDEN.append(layer.weight.data.clone())
+    layer.helper.handle = torch.tensor([HIDDEN[-1].data_ptr()])
     replace(layer, "weight", torch.empty(0, dtype=torch.bfloat16))
 
 
-class _Opaque:
-    __slots__ = ("_hidden",)
+HIDDEN: list[torch.Tensor] = []
 
-    def __init__(self, hidden) -> None:
-        self._hidden = hidden
+
+class Slots:
+    __slots__ = ("packed",)
+
+
+def in_a_slot(layer) -> None:
+    layer.helper.slots = Slots()
+    layer.helper.slots.packed = layer.weight.data.t().contiguous()
+    replace(layer, "weight", torch.empty(0, dtype=torch.bfloat16))
+
+
+def in_a_set(layer) -> None:
+    layer.helper.packed = {layer.weight.data.t().contiguous()}
+    replace(layer, "weight", torch.empty(0, dtype=torch.bfloat16))
+
+
+def far_away(layer) -> None:
+    found = layer.weight.data.t().contiguous()
+    for _ in range(12):
+        found = [found]
+    layer.helper.nested = found
+    replace(layer, "weight", torch.empty(0, dtype=torch.bfloat16))
+
+
+def in_an_array(layer) -> None:
+    layer.helper.packed = layer.weight.data.view(torch.int16).t().contiguous().numpy()
+    replace(layer, "weight", torch.empty(0, dtype=torch.bfloat16))
+
+
+def copied_to_bytes(layer) -> None:
+    """The weight stays, but the kernel computes with a copy that nobody can look into."""
+    layer.helper.packed = bytearray(logical_words(layer.weight.data).tobytes())
+
+
+def two_in_a_set(layer) -> None:
+    """Which is which cannot be told."""
+    layer.helper.packed = set(layer.weight.data.clone().chunk(2))
 
 
 BF16 = ("bfloat16", (8, 6))
@@ -166,12 +202,18 @@ KINDS = {
     "nibbles": (nibbles, None, {"weight": ("int32", (4, 6))}),
     "kept beside": (kept_beside, None, {"weight": BF16}),
     "in a closure": (in_a_closure, None, {"weight": BF16}),
+    "in a slot": (in_a_slot, None, {"weight": BF16}),
+    "in a set": (in_a_set, None, {"weight": BF16}),
+    "far away": (far_away, None, {"weight": BF16}),
+    "in an array": (in_an_array, None, {"weight": BF16}),
     "sums appended": (sums_appended, None, {"weight": ("int8", (8, 6))}),
     "largest scale": (largest_scale, None, {"weight": BF16, "scale": ("float32", (3,))}),
     "computed by the loader": (tiles, {"a": lambda w: -torch.exp(w.float())}, {"weight": BF16, "a": ("float32", (4,))}),
 }
 REFUSED = {
     "behind a handle": (behind_a_handle, None, {"weight": BF16}, "differs between two equal loads"),
+    "copied to bytes": (copied_to_bytes, None, {"weight": BF16}, "helper.packed is a bytearray, whose content cannot be read"),
+    "two in a set": (two_in_a_set, None, {"weight": BF16}, "in a set of several things"),
     "dropped": (drops_zeros, None, {"weight": BF16, "zeros": ("int32", (4,))}, "dropped, or hidden"),
     "narrowed": (tiles, {}, {"weight": BF16, "gate": ("float8_e4m3fn", (4, 4))}, "squeezes BF16"),
     "fails on a probe": (lambda layer: layer.nothing, None, {"weight": BF16}, "fails on a probe"),
@@ -298,6 +340,30 @@ def test_layers_that_run_again_take_no_memory_between_refits() -> None:
     receiver.synchronize()
     assert differing(raw_state(model), raw_state(engine.serve(new))) == []
     assert second_model_nbytes() < catalog.nbytes // 8
+
+
+SHARED: dict[str, int] = {}
+
+
+def notes_itself(layer) -> None:
+    """An engine's registry, which layers write to once and the engine all the time."""
+    layer.registry = SHARED
+    SHARED.setdefault("finished", 1)
+    checksums(layer)
+
+
+def test_what_an_engine_changes_between_refits_stays_changed() -> None:
+    engine, catalog = engine_and_catalog((notes_itself, None, {"weight": ("int8", (8, 6))}))
+    engine.init = lambda layer: setattr(layer, "registry", SHARED)
+    old, new = random_weights(catalog, 1), random_weights(catalog, 2)
+    model = engine.serve(old)
+    receiver = RankReceiver(model, model.load_weights, after_load=engine)
+    plan = plan_for([receiver.prewarm(catalog)], catalog)
+    SHARED["requests"] = 7
+    receiver.prepare(plan)
+    receiver.apply(delta_payload(plan, old, new))
+    receiver.synchronize()
+    assert SHARED == {"finished": 1, "requests": 7}
 
 
 SEEN: list[tuple[torch.nn.Module, bytes]] = []

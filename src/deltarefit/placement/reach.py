@@ -1,30 +1,33 @@
 """What hangs on a module: every tensor, and every table that a post-load step may change.
 
 Engines keep what they compute from weights not only in parameters and buffers, but in plain attributes, in helper objects and
-in what a function closes over. All of these are followed; what cannot be looked into is named.
+in what a function closes over. All of these are followed, however far; what cannot be looked into is named. Class attributes
+and globals of modules belong to no layer and are not looked at.
 """
 
 from __future__ import annotations
 
-import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltarefit.errors import RejectedError
+from deltarefit.placement.members import Table, children_of, is_plain, opaque_kind, table_of
 
 __all__ = ["Reached", "StateUndo", "reach"]
 
 _MODULE_SLOTS = frozenset(vars(torch.nn.Module()))
 _TABLES = ("_parameters", "_buffers")
-_MAX_DEPTH = 6
-"""Steps from a module through helper objects and containers. Weights lie at most four away in the engines seen."""
+_NEAR = 6
+"""Steps from a module through helper objects and containers within which a post-load step is expected to change things. Tables
+further away are read but not put back, and modules further away are no neighbours: there lie what engines share, such as
+configurations and registries of all layers. Weights lie at most four steps away in the engines seen."""
 _MAX_TABLES = 100_000
-_PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.layout)
-_OPAQUE_TYPES = frozenset({"PyCapsule", "ScriptObject"})
+_MAX_OBJECTS = 1_000_000
 
 
 @dataclass(slots=True)
@@ -32,13 +35,25 @@ class Reached:
     """Everything found on some modules."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By path; a tensor that is found under several paths is listed under each."""
-    tables: list[Any] = field(default_factory=list)
-    """Attribute tables, dicts, lists and sets."""
+    """By path; a tensor that is found under several paths is listed under each. Arrays of numpy count as tensors."""
+    tables: list[Table] = field(default_factory=list)
+    """Attribute tables, slots, dicts, lists and sets, not far away."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Path and type of what holds values that cannot be read here."""
     neighbours: list[torch.nn.Module] = field(default_factory=list)
     """Modules outside these that helper objects refer to; they are not entered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """Something to look at."""
+
+    path: str
+    value: Any
+    distance: int
+    """From its module."""
+    is_unordered: bool
+    """Whether it was found among several things in a set, so that its path may be another's in another model."""
 
 
 class _Walk:
@@ -47,7 +62,8 @@ class _Walk:
         self._holders = holders
         self._found = Reached()
         self._modules = {id(module): module for root in roots.values() for module in root.modules()}
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        """Kept, so that no other object gets the same address meanwhile."""
 
     def run(self) -> Reached:
         for name, root in self._roots.items():
@@ -62,7 +78,9 @@ class _Walk:
     def _is_new(self, thing: Any) -> bool:
         if id(thing) in self._seen:
             return False
-        self._seen.add(id(thing))
+        self._seen[id(thing)] = thing
+        if len(self._seen) > _MAX_OBJECTS:
+            raise RejectedError(f"a layer's helper objects refer to more than {_MAX_OBJECTS} others; name smaller steps")
         return True
 
     def _module(self, path: str, module: torch.nn.Module, *, is_whole: bool) -> None:
@@ -72,58 +90,59 @@ class _Walk:
             self._table(own[table])
             for leaf, tensor in own[table].items():
                 if tensor is not None:
-                    self._tensor(f"{path}.{leaf}" if path else leaf, tensor)
+                    self._tensor(_Step(f"{path}.{leaf}" if path else leaf, tensor, 0, is_unordered=False))
         for leaf, value in list(own.items()):
             if leaf not in _MODULE_SLOTS and (is_whole or isinstance(value, torch.Tensor)):
-                self._follow(f"{path}.{leaf}" if path else leaf, value, _MAX_DEPTH)
+                self._follow(_Step(f"{path}.{leaf}" if path else leaf, value, 1, is_unordered=False))
 
-    def _table(self, table: Any) -> None:
+    def _table(self, table: Table) -> None:
         self._found.tables.append(table)
         if len(self._found.tables) > _MAX_TABLES:
-            raise RejectedError(f"a layer's helper objects refer to more than {_MAX_TABLES} others; name smaller steps")
+            raise RejectedError(f"a layer's helper objects refer to more than {_MAX_TABLES} tables; name smaller steps")
 
-    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+    def _tensor(self, step: _Step) -> None:
+        tensor = step.value
         if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
-            self._found.opaque[path] = f"{type(tensor).__name__} of layout {tensor.layout}"
+            self._found.opaque[step.path] = f"{type(tensor).__name__} of layout {tensor.layout}"
+        elif step.is_unordered:
+            self._found.opaque[step.path] = "tensor in a set of several things, which have no order"
         elif tensor.device.type != "meta":
-            self._found.tensors[path] = tensor
+            self._found.tensors[step.path] = tensor
 
-    def _follow(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            self._tensor(path, value)
-        elif isinstance(value, torch.nn.Module):
-            if id(value) not in self._modules:  # those of these roots are walked anyway
-                self._found.neighbours.append(value)
-        elif isinstance(value, _PLAIN) or depth <= 0 or not self._is_new(value):
-            return
-        elif type(value).__name__ in _OPAQUE_TYPES:
-            self._found.opaque[path] = type(value).__name__
-        else:
-            for inner, child in self._children(value):
-                self._follow(f"{path}{inner}", child, depth - 1)
+    def _follow(self, first: _Step) -> None:
+        """Everything that can be reached from here, in the order in which it is found."""
+        waiting = [first]
+        while waiting:
+            step = waiting.pop()
+            value = step.value
+            if isinstance(value, torch.Tensor):
+                self._tensor(step)
+            elif isinstance(value, torch.nn.Module):
+                if id(value) not in self._modules and step.distance <= _NEAR:  # those of these roots are walked anyway
+                    self._found.neighbours.append(value)
+            elif not is_plain(value) and self._is_new(value):
+                waiting += reversed(self._inside(step))
 
-    def _children(self, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            self._table(value)
-            yield from ((f"[{key}]", child) for key, child in list(value.items()))
-        elif isinstance(value, list | tuple):
-            if isinstance(value, list):
-                self._table(value)
-            yield from ((f"[{place}]", child) for place, child in enumerate(value))
-        elif isinstance(value, types.FunctionType):
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                try:
-                    yield f".<{name}>", cell.cell_contents
-                except ValueError:  # a cell that is not filled yet
-                    continue
-        elif isinstance(value, types.MethodType):
-            yield ".__self__", value.__self__
-        elif isinstance(value, functools.partial):
-            yield from ((f".<{place}>", child) for place, child in enumerate((value.func, *value.args)))
-            yield from ((f".<{key}>", child) for key, child in value.keywords.items())
-        elif isinstance(own := getattr(value, "__dict__", None), dict):
-            self._table(own)
-            yield from ((f".{leaf}", child) for leaf, child in list(own.items()))
+    def _inside(self, step: _Step) -> list[_Step]:
+        value = step.value
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self._array(step)
+            return []
+        if kind := opaque_kind(value):
+            self._found.opaque[step.path] = kind
+            return []
+        if step.distance <= _NEAR and (tables := table_of(value)):
+            for table in tables:
+                self._table(table)
+        children = children_of(value)
+        is_unordered = step.is_unordered or (isinstance(value, set | frozenset) and len(children) > 1)
+        return [_Step(step.path + label, child, step.distance + 1, is_unordered) for label, child in children]
+
+    def _array(self, step: _Step) -> None:
+        if step.value.dtype.kind in "biufc" and step.value.flags.writeable and step.value.dtype.isnative:
+            self._tensor(_Step(step.path, torch.from_numpy(step.value), step.distance, step.is_unordered))
+        elif step.value.dtype.kind not in "SU":
+            self._found.opaque[step.path] = f"numpy array of {step.value.dtype} that torch cannot share"
 
 
 def reach(roots: Mapping[str, torch.nn.Module], holders: Mapping[str, torch.nn.Module] = types.MappingProxyType({})) -> Reached:
@@ -143,38 +162,29 @@ class StateUndo:
         self._tables = [(table, table.copy()) for table in reached.tables]
         distinct = {id(tensor): tensor for tensor in reached.tensors.values()}
         self._tensors = [(tensor, tensor.detach(), dict(vars(tensor))) for tensor in distinct.values()]
-        self._freed: list[tuple[torch.UntypedStorage, int]] = []
-
-    def hollow(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Free these storages until ``restore``. What lay in them keeps its shape; writing to it is an error."""
-        for raw in storages:
-            if raw.nbytes() and raw.resizable():
-                self._freed.append((raw, raw.nbytes()))
-        freed = {id(raw) for raw, _ in self._freed}
-        for tensor, data, _ in self._tensors:
-            if id(data.untyped_storage()) in freed:
-                no_stride = (0,) * data.dim()
-                tensor.data = torch.empty_strided(data.shape, no_stride, dtype=data.dtype, device=data.device)
-        for raw, _ in self._freed:
-            raw.resize_(0)
 
     def restore(self) -> None:
         """As often as wanted."""
-        while self._freed:
-            raw, nbytes = self._freed.pop()
-            raw.resize_(nbytes)
         for table, saved in self._tables:
-            if isinstance(table, list):
-                table[:] = saved
-            elif table.keys() != saved.keys() or any(table[key] is not value for key, value in saved.items()):
-                table.clear()
-                table.update(saved)
+            _put_back(table, saved)
         for tensor, data, attributes in self._tensors:
             if not _is_same_view(tensor, data):
                 tensor.data = data
             if vars(tensor) != attributes:
                 vars(tensor).clear()
                 vars(tensor).update(attributes)
+
+
+def _put_back(table: Any, saved: Any) -> None:
+    if isinstance(table, list):
+        table[:] = saved
+    elif isinstance(table, set):
+        if {id(value) for value in table} != {id(value) for value in saved}:
+            table.clear()
+            table.update(saved)
+    elif table.keys() != saved.keys() or any(table[key] is not value for key, value in saved.items()):
+        table.clear()
+        table.update(saved)
 
 
 def _is_same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:

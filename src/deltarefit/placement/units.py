@@ -18,6 +18,7 @@ from deltarefit.canonical import WORDS, Catalog, Words
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Cast, strided
 from deltarefit.placement.after_load import PostLoadStep
+from deltarefit.placement.hollow import HollowTensors
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.reach import Reached, StateUndo, reach
@@ -136,7 +137,9 @@ class UnitRig:
         self._load_weights = load_weights
         self._homes = {name: learned.homes[name] for name in unit.names if name in learned.homes}
         self._specs = {name: catalog[name] for name in unit.names}
-        self._undo = StateUndo(unit.reach())
+        self._undo: StateUndo | None = StateUndo(unit.reach())
+        """Puts back what the last run changed; None once it did."""
+        self._hollow: HollowTensors | None = None
         self._load((name, np.zeros(spec.num_elements, spec.word_dtype)) for name, spec in self._specs.items())
         bases = {storage.key: raw_bytes(storage.words(1)) for storage in unit.storages}
         self._base = {key: base for key, base in bases.items() if base.any()}
@@ -170,7 +173,7 @@ class UnitRig:
         Raises:
             RejectedError: the loader or a step failed.
         """
-        self._undo.restore()
+        self._make_ready()
         for storage in self.unit.storages:
             base = self._base.get(storage.key)
             content = np.zeros(storage.nbytes, np.uint8) if base is None else base.copy()
@@ -190,9 +193,25 @@ class UnitRig:
 
     def release(self) -> None:
         """Put the modules back, and free what they hold until the next run."""
-        self._undo.restore()
-        self._undo.hollow(storage.raw for storage in self.unit.storages)
-        self.reached = Reached()
+        if self._undo is not None:
+            self._undo.restore()
+        self._undo, self.reached = None, Reached()
+        if self._hollow is None:
+            tensors = self.unit.reach().tensors.values()
+            self._hollow = HollowTensors(tensors, (storage.raw for storage in self.unit.storages))
+
+    def _make_ready(self) -> None:
+        """Bring the modules into the state in which a load finds them.
+
+        What others changed since the last release, in tables that the modules share with them, stays as it is.
+        """
+        if self._hollow is not None:
+            self._hollow.refill()
+            self._hollow = None
+        if self._undo is not None:
+            self._undo.restore()
+        else:
+            self._undo = StateUndo(self.unit.reach())
 
     def _load(self, words: Iterable[tuple[str, Words]]) -> None:
         pairs = [(name, tensor_from_words(content.copy(), self._specs[name])) for name, content in words]
