@@ -12,10 +12,10 @@ import deltarefit
 from deltarefit.ids import AttemptId, BaselineId, EncodingMode
 from deltarefit.protocol import PrepareRequest
 from deltarefit.runtime.clock import ManualClock, RandomIds, SystemClock
+from deltarefit.runtime.node_share import open_node_share
 from deltarefit.runtime.relay_service import RelayService
 from deltarefit.runtime.session import control_plane
 from deltarefit.runtime.settings import RelayServiceSettings
-from deltarefit.runtime.sharing import open_node_share
 from deltarefit.testing.faults import CorruptingSender, FaultPlan
 from deltarefit.transport import keys, open_run
 

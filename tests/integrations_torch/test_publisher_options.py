@@ -14,7 +14,8 @@ import deltarefit  # noqa: E402
 from deltarefit.bits import logical_words  # noqa: E402
 from deltarefit.canonical import Catalog, TensorSpec  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
-from deltarefit.integrations.torch import read_manifest, torch_adapter  # noqa: E402
+from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.offline import catalog_of_checkpoint  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from pair import RECEIVER_SETTINGS, SETTINGS  # noqa: E402
@@ -102,7 +103,7 @@ def attach(rollout, run):
 def test_masters_are_published_in_the_checkpoints_dtype(tmp_path, run, kind):
     model = Masters()
     save_file(checkpoint_of(model), tmp_path / "model.safetensors")
-    manifest = {"directory": tmp_path, "text": str(tmp_path), "catalog": read_manifest(tmp_path)}[kind]
+    manifest = {"directory": tmp_path, "text": str(tmp_path), "catalog": catalog_of_checkpoint(tmp_path)}[kind]
     rollout = Rollout(checkpoint_of(model))
     with attach(rollout, run), deltarefit.Publisher(model, run=run, settings=SETTINGS, manifest=manifest) as publisher:
         for seed in range(2):

@@ -74,9 +74,18 @@ def coverage(
 
 
 def _catalog(config: Path | None, checkpoint: Path | None) -> Catalog:
-    from deltarefit.runtime.adapters import catalog_of_checkpoint, catalog_of_config
+    from deltarefit.errors import RejectedError
+    from deltarefit.offline import catalog_of_checkpoint
 
-    return catalog_of_config(config) if config is not None else catalog_of_checkpoint(checkpoint or Path())
+    if config is None:
+        return catalog_of_checkpoint(checkpoint or Path())
+    try:
+        from deltarefit.runtime.adapters import catalog_of_config
+    except ImportError as error:
+        raise RejectedError(
+            f"--config needs torch and transformers: pip install 'deltarefit[transformers]' ({error})"
+        ) from error
+    return catalog_of_config(config)
 
 
 def _num_key_value_heads(path: Path | None) -> int | None:

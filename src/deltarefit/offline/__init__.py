@@ -6,6 +6,7 @@ the model; results appear complete or not at all.
 """
 
 from deltarefit.offline.apply import ApplyReport, apply_deltas
+from deltarefit.offline.catalog import catalog_of_checkpoint
 from deltarefit.offline.diff import DiffReport, diff_checkpoints
 from deltarefit.offline.fold import fold_deltas
 from deltarefit.offline.inplace import apply_in_place, resume_in_place
@@ -23,6 +24,7 @@ __all__ = [
     "VerifyReport",
     "apply_deltas",
     "apply_in_place",
+    "catalog_of_checkpoint",
     "diff_checkpoints",
     "fold_deltas",
     "inspect_delta",

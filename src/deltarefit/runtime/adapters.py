@@ -21,7 +21,6 @@ from deltarefit.source import Collective, JointAdapter, SourceAdapter
 __all__ = [
     "TrainingSide",
     "WriteGuard",
-    "catalog_of_checkpoint",
     "catalog_of_config",
     "engine_integration",
     "rank_receiver",
@@ -163,15 +162,6 @@ def catalog_of_config(path: Path) -> Catalog:
         RejectedError: transformers is not installed, or cannot build the model.
     """
     return _integration("torch").catalog_of_config(path)  # type: ignore[no-any-return]
-
-
-def catalog_of_checkpoint(path: Path) -> Catalog:
-    """The catalog of a checkpoint on disk, from its headers alone.
-
-    Raises:
-        RejectedError: no checkpoint is there, or it breaks the format.
-    """
-    return _integration("torch").read_manifest(path)  # type: ignore[no-any-return]
 
 
 def _has_sharded_parameter(model: Any) -> bool:

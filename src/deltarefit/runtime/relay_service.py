@@ -13,10 +13,10 @@ from deltarefit.errors import RefitError, RejectedError
 from deltarefit.ids import AttemptId
 from deltarefit.runtime.clock import Clock, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.messages import encode_message
+from deltarefit.runtime.node_share import open_node_share
 from deltarefit.runtime.relays import RelayNotice, relay_context
 from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.runtime.settings import RelayServiceSettings
-from deltarefit.runtime.sharing import open_node_share
 from deltarefit.transport import Beacon, keys, open_run
 from deltarefit.transport.relay import Peer, RelayNode
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from deltarefit.integrations.torch.adapter import TorchAdapter, source_adapter, torch_adapter
 from deltarefit.integrations.torch.collective import TorchCollective, default_collective
 from deltarefit.integrations.torch.config import catalog_of_config
-from deltarefit.integrations.torch.manifest import read_manifest
 from deltarefit.integrations.torch.steps import write_guard
 
 SOURCE_OPTIONS = ("manifest", "export", "export_by_layer")
@@ -20,7 +19,6 @@ __all__ = [
     "TorchCollective",
     "catalog_of_config",
     "default_collective",
-    "read_manifest",
     "source_adapter",
     "torch_adapter",
     "write_guard",

@@ -1,25 +1,15 @@
-"""Names, dtypes and shapes of a checkpoint on disk, from its headers alone."""
+"""What a caller gives as a source's manifest."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from deltarefit.canonical import Catalog, TensorSpec
-from deltarefit.offline.checkpoint import Checkpoint
+from deltarefit.canonical import Catalog
+from deltarefit.offline import catalog_of_checkpoint
 
-__all__ = ["as_catalog", "read_manifest"]
-
-
-def read_manifest(path: Path) -> Catalog:
-    """The catalog of a safetensors file, or of a checkpoint directory with or without an index. Reads no tensor.
-
-    Raises:
-        RejectedError: no checkpoint is there, it is ambiguous, breaks the format, or has a dtype without whole-byte elements.
-    """
-    with Checkpoint(path, tensors_only=True) as checkpoint:
-        return Catalog(TensorSpec(name, tensor.dtype, tensor.shape) for name, (_, tensor) in checkpoint.tensors.items())
+__all__ = ["as_catalog"]
 
 
 def as_catalog(manifest: Catalog | Path | None) -> Catalog | None:
-    """What a caller gave as manifest, read if it is a path."""
-    return read_manifest(manifest) if isinstance(manifest, Path) else manifest
+    """The manifest, read if it is a checkpoint's path. Raises RejectedError."""
+    return catalog_of_checkpoint(manifest) if isinstance(manifest, Path) else manifest
