@@ -17,22 +17,26 @@ from deltarefit.kernels.api import (
     plane_totals,
     scan,
 )
+from deltarefit.kernels.batch import BoundDigest, apply_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.coding import ESCAPE, code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 
 __all__ = [
     "ESCAPE",
+    "BoundDigest",
     "BoundPieces",
     "Isa",
     "apply",
     "apply_item",
+    "apply_many",
     "available_isas",
     "code_records",
     "commit",
     "decode_positions",
     "decode_values",
     "digest",
+    "digest_many",
     "digest_records",
     "gather",
     "plane_totals",

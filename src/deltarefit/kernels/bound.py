@@ -14,7 +14,7 @@ from deltarefit.kernels import native, twins
 from deltarefit.kernels.checks import check_pieces, check_target, common_cast
 from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import resolve
+from deltarefit.kernels.library import ApplyCall, resolve
 from deltarefit.pieces import Piece
 from deltarefit.records import CodedItem
 
@@ -40,18 +40,33 @@ class BoundPieces:
         self._storage, self._pieces, self._spec, self._isa = storage, held, spec, resolve(isa)
         self._table = native.make_piece_table(held)
 
+    @property
+    def isa(self) -> Isa:
+        return self._isa
+
     def apply_item(self, item: CodedItem) -> int:
         """Decode an item and apply it; returns the storage elements changed. Once per attempt, unless it overwrites.
 
         Raises:
             PayloadInvalidError: the item is of another tensor, or its columns are not what they must be. Nothing was written.
         """
+        self.check(item)
+        if self._isa is not Isa.NUMPY:
+            call = ApplyCall()
+            kept = self.fill(call, item)
+            applied = native.apply_call(call, self._isa)
+            del kept  # what the call points to
+            if applied >= 0:
+                return applied
+        # The twin, which also has the words for what the compiled decoder refused.
+        return twins.apply(self._storage, self._pieces, decode_positions(item), decode_values(item), item.encoding)
+
+    def check(self, item: CodedItem) -> None:
+        """Raise what ``apply_item`` would raise before it looks at the locations."""
         if item.spec is not self._spec and item.spec != self._spec:
             raise PayloadInvalidError(f"item of {item.spec}: these pieces are bound to {self._spec}")
         check_columns(item)
-        if self._isa is not Isa.NUMPY:
-            applied = native.apply_columns(self._storage, self._table, len(self._pieces), self._cast, item, self._isa)
-            if applied >= 0:
-                return applied
-        # The twin, or the words for what the compiled decoder refused.
-        return twins.apply(self._storage, self._pieces, decode_positions(item), decode_values(item), item.encoding)
+
+    def fill(self, call: ApplyCall, item: CodedItem) -> object:
+        """Write what the kernel needs into ``call``; the result must outlive it."""
+        return native.fill_apply(call, self._storage, self._table, len(self._pieces), self._cast, item)

@@ -89,7 +89,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 5; }
+API i64 deltarefit_abi() { return 6; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
@@ -168,6 +168,19 @@ API void deltarefit_digest(DigestCall* call, i64 isa) {
 #endif
   (void)isa;
   portable::digest(*call);
+}
+
+// Several calls in one, so that threads do not meet in the interpreter. changed[i]: what deltarefit_apply gives for calls[i].
+API void deltarefit_apply_many(const ApplyCall* calls, i64 n, i64* changed, i64 isa) {
+  for (i64 i = 0; i < n; i++) changed[i] = deltarefit_apply(calls + i, isa);
+}
+
+// `scratch` as in DigestCall, for all of them in turn.
+API void deltarefit_digest_many(DigestCall* calls, i64 n, u8* scratch, i64 isa) {
+  for (i64 i = 0; i < n; i++) {
+    calls[i].scratch = scratch;
+    deltarefit_digest(calls + i, isa);
+  }
 }
 
 // Digest of n single elements: lanes[0] and lanes[1].

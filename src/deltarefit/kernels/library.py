@@ -19,7 +19,7 @@ from deltarefit.kernels.isa import Isa
 
 __all__ = ["ApplyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
 
-_ABI = 5
+_ABI = 6
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -129,6 +129,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("scan_scratch_nbytes", c_int64, (c_int64, c_int64, c_int64)),
         ("scan", c_int64, (POINTER(ScanCall), c_int64)),
         ("apply", c_int64, (POINTER(ApplyCall), c_int64)),
+        ("apply_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
+        ("digest_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("plane_totals", None, (c_void_p, c_int64, c_int64, c_void_p)),
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),

@@ -20,7 +20,7 @@ from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding, Plane
 
 __all__ = [
-    "apply_columns",
+    "apply_call",
     "apply_positions",
     "copy_pieces",
     "digest",
@@ -125,30 +125,24 @@ def apply_positions(
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
 
 
-def apply_columns(storage: Words, table: Table, num_pieces: int, cast: Cast, item: CodedItem, isa: Isa) -> int:
-    """Elements changed, or a negative number if the locations are not valid, in which case nothing was written.
-
-    ``coding.check_columns`` holds for the item.
-    """
-    call = ApplyCall(
-        storage=address(storage),
-        table=address(table),
-        pieces=num_pieces,
-        width=item.spec.element_nbytes,
-        widen=cast is Cast.WIDEN,
-        encoding=item.encoding,
-        form=item.location_form,
-        start=item.start,
-        count=item.count,
-        location_nbytes=item.location_planes[0].size if item.location_planes else 0,
-        num_elements=item.spec.num_elements,
-    )
-    kept = []  # contiguous copies must outlive the call
+def fill_apply(call: ApplyCall, storage: Words, table: Table, num_pieces: int, cast: Cast, item: CodedItem) -> object:
+    """Have ``call`` apply an item, for which ``coding.check_columns`` holds. What is returned must outlive the call."""
+    call.storage, call.table, call.pieces = address(storage), address(table), num_pieces
+    call.width, call.widen, call.encoding = item.spec.element_nbytes, cast is Cast.WIDEN, item.encoding
+    call.form, call.start, call.count = item.location_form, item.start, item.count
+    call.location_nbytes = item.location_planes[0].size if item.location_planes else 0
+    call.num_elements = item.spec.num_elements
+    kept = []
     for slots, planes in ((call.locations, item.location_planes), (call.values, item.value_planes)):
         for number, plane in enumerate(planes):
             whole = plane if plane.flags.c_contiguous else plane.copy()
             kept.append(whole)
             slots[number] = address(whole)
+    return kept
+
+
+def apply_call(call: ApplyCall, isa: Isa) -> int:
+    """Elements changed, or a negative number if the locations are not valid, in which case nothing was written."""
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
 
 

@@ -24,9 +24,10 @@ from deltarefit.placement.overlap import Claim
 from deltarefit.placement.reach import reach
 from deltarefit.placement.run import Home
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
-from deltarefit.receiver.assembly import Prewarmed, digest_plan_of, fingerprint_of, refusal
+from deltarefit.receiver.assembly import Prewarmed, fingerprint_of, refusal
 from deltarefit.receiver.crosscheck import sample
 from deltarefit.receiver.guard import DerivedTensors, StorageFence, layout_of
+from deltarefit.receiver.proving import digest_plan_of
 from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
 from deltarefit.receiver.rerun import RerunUnit, SentWhole
 from deltarefit.receiver.rest import rests_of

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from deltarefit.canonical import Catalog, TensorDigest, TensorSpec
-from deltarefit.errors import BaseMismatchError, RejectedError
-from deltarefit.pieces import Piece
+from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.errors import RejectedError
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
-from deltarefit.placement.run import Home
 from deltarefit.placement.storages import StorageMap
 from deltarefit.receiver.crosscheck import contradiction, sample
 from deltarefit.receiver.guard import DerivedTensors, Place, StorageFence, layout_fingerprint, layout_of
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import KeptCopy
-from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, PrewarmReport, RankDigest, TensorRoute
+from deltarefit.receiver.proving import DigestPlan, digest_plan_of
+from deltarefit.receiver.report import PrewarmReport, TensorRoute
 from deltarefit.receiver.rerun import RerunUnit
 from deltarefit.receiver.rest import Rest, rests_of
 from deltarefit.receiver.routes import (
-    HeldPieces,
     aliases_and_collisions,
     claims_of,
     held_pieces,
     is_constant,
     pieces_route,
     scratch_route,
-    view_key,
 )
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.receiver.unreached import TensorPlace, lacking, tensor_places, unreached_elements
-from deltarefit.receiver.writers import WordsTarget, bit_target, target_of_piece, targets_of
+from deltarefit.receiver.writers import WordsTarget, targets_of
 from deltarefit.wording import some_of
 
-__all__ = ["Assembly", "DigestPlan", "PrewarmRefusedError", "Prewarmed", "digest_plan_of", "fingerprint_of", "refusal"]
+__all__ = ["Assembly", "PrewarmRefusedError", "Prewarmed", "fingerprint_of", "refusal"]
 
 _SHOWN = 20
-_MAX_PARTS = 64
-"""Boxes of one tensor whose digests are shown one by one; enough for fused projections whose groups are replicated."""
 
 
 class PrewarmRefusedError(RejectedError):
@@ -58,59 +53,6 @@ def refusal(reasons: Mapping[str, str], note: str = "nothing was changed") -> Pr
     """One error that lists tensors with their reasons."""
     lines = some_of((f"{name}: {reason}" for name, reason in reasons.items()), _SHOWN, joint="\n  ")
     return PrewarmRefusedError(f"prewarm refuses {len(reasons)} tensors ({note}):\n  {lines}", reasons)
-
-
-_Part = tuple[WordsTarget, tuple[Piece, ...]]
-"""Pieces and the target that reads them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DigestPlan:
-    """How to compute the digest of one tensor from what a rank holds."""
-
-    coverage: str
-    num_elements: int
-    primary: tuple[tuple[WordsTarget, tuple[Piece, ...]], ...]
-    """Pieces by the target that reads them."""
-    replicas: tuple[tuple[_Part, _Part], ...]
-    has_parts: bool
-    """Whether each piece's digest is shown too."""
-
-    def digest(self) -> RankDigest:
-        """Sum over the first homes. A further home that differs shifts it, whichever of the two is wrong."""
-        try:
-            return self._sum()
-        except BaseMismatchError:  # a widened element has bits below the canonical ones: no canonical tensor looks like that
-            return RankDigest(self.coverage, self.num_elements, WRONG_DIGEST.lane0, WRONG_DIGEST.lane1)
-
-    def _sum(self) -> RankDigest:
-        parts: list[PartDigest] = []
-        total = TensorDigest()
-        for target, pieces in self.primary:
-            for group in ((piece,) for piece in pieces) if self.has_parts else (pieces,):
-                digest = target.digest(group)
-                total += digest
-                if self.has_parts:
-                    parts.append(PartDigest(view_key(group[0].canonical), group[0].num_elements, digest.lane0, digest.lane1))
-        for (target, pieces), (first_target, first) in self.replicas:
-            difference = target.digest(pieces) - first_target.digest(first)
-            total = total + difference + difference + difference
-        return RankDigest(self.coverage, self.num_elements, total.lane0, total.lane1, tuple(parts))
-
-
-def digest_plan_of(spec: TensorSpec, homes: Sequence[Home], held: HeldPieces, *, torch_writes: bool) -> DigestPlan:
-    """How to compute the digest of a tensor with these homes."""
-    makers = [bit_target(spec, home) if home.bits else target_of_piece(home, torch_writes=torch_writes) for home in homes]
-    by_home: dict[int, list[Piece]] = {}
-    for number, piece in held.primary:
-        by_home.setdefault(number, []).append(piece)
-    return DigestPlan(
-        held.coverage,
-        held.num_elements,
-        tuple((makers[number], tuple(pieces)) for number, pieces in by_home.items()),
-        tuple(((makers[n], copy), (makers[m], first)) for (n, copy), (m, first) in held.replicas),
-        has_parts=1 < len(held.primary) <= _MAX_PARTS and held.num_elements < spec.num_elements,
-    )
 
 
 def fingerprint_of(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +14,13 @@ from deltarefit.errors import LoaderContractError, PayloadInvalidError, Rejected
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver.assembly import DigestPlan, Prewarmed
+from deltarefit.receiver.assembly import Prewarmed
 from deltarefit.receiver.guard import layout_of
 from deltarefit.receiver.prewarm import prewarm_after_load, prewarm_model
+from deltarefit.receiver.proving import digest_all
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
-from deltarefit.receiver.side_by_side import apply_side_by_side, in_shares
 from deltarefit.receiver.writers import HostTarget, verify_item
 from deltarefit.records import CodedItem, Encoding
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from deltarefit.payload import Payload
 
 __all__ = ["RankReceiver"]
-
-_DIGESTED = 1 << 20
-"""Elements whose digest is worth handing to another thread."""
 
 
 class RankReceiver:
@@ -181,7 +177,7 @@ class RankReceiver:
                 f"digests: storage of {', '.join(moved[:3])} was moved or replaced since prewarm, so nothing is known of what "
                 "is served; run prewarm again"
             )
-        result = _digest_all(known)
+        result = digest_all(known.digest_plans)
         for name, copy in known.kept.items():
             shown = copy.digest(self._load_weights, known.storages)
             if shown is not None:
@@ -238,27 +234,25 @@ class RankReceiver:
         return derived + sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
 
     def _apply_items(self, items: Iterable[CodedItem], known: Prewarmed) -> int:
-        """Those that lie in host memory on several threads, then the others one by one."""
-        direct: dict[str, list[CodedItem]] = {}
-        places: dict[str, tuple[HostTarget, ...]] = {}
+        """Those that lie in host memory on several threads, the others one by one."""
+        direct: list[tuple[kernels.BoundPieces, CodedItem]] = []
         written = 0
         for item in items:
-            if found := self._host_targets(item.spec.name, known):
-                places[item.spec.name] = found
-                direct.setdefault(item.spec.name, []).append(item)
+            if bound := self._bound(item.spec.name, known):
+                direct.extend((pieces, item) for pieces in bound)
             else:
                 written += self._apply_item(item, known)
-        return written + apply_side_by_side(direct, places)
+        return written + kernels.apply_many(direct)
 
-    def _host_targets(self, name: str, known: Prewarmed) -> tuple[HostTarget, ...]:
-        """All targets of a tensor, if each is in host memory and items go straight there; otherwise none."""
+    def _bound(self, name: str, known: Prewarmed) -> list[kernels.BoundPieces]:
+        """Pieces of all homes of a tensor, if each is in host memory and items go straight there; otherwise none."""
         if self._settings.path is not ApplyPath.COMPILED or self._settings.verify_writes:
-            return ()
+            return []
         if known.report.routes[name].kind != "pieces" or name in known.kept or known.rerun_of(name) is not None:
-            return ()
+            return []
         targets = known.targets[name]
-        found = tuple(target for target in targets if isinstance(target, HostTarget))
-        return found if len(found) == len(targets) else ()
+        bound = [target.bound for target in targets if isinstance(target, HostTarget) and target.bound is not None]
+        return bound if len(bound) == len(targets) else []
 
     def _apply_item(self, item: CodedItem, known: Prewarmed) -> int:
         name = item.spec.name
@@ -292,23 +286,6 @@ class RankReceiver:
             written += target.apply(item)
             verify_item(target, item, before)
         return written
-
-
-def _digest_all(known: Prewarmed) -> dict[str, RankDigest]:
-    """On several threads where all is in host memory: a request gate may be closed meanwhile."""
-
-    def work(share: Sequence[DigestPlan]) -> list[RankDigest]:
-        return [plan.digest() for plan in share]
-
-    on_host = all(storage.device.type == "cpu" for storage in known.storages.storages)
-    found = in_shares(
-        list(known.digest_plans.values()),
-        work,
-        weigh=lambda plan: plan.num_elements,
-        least=_DIGESTED,
-        num_threads=0 if on_host else 1,
-    )
-    return dict(zip(known.digest_plans, itertools.chain(*found), strict=True))
 
 
 def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:
