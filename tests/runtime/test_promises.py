@@ -82,7 +82,7 @@ def test_caches_are_dropped_and_the_gate_opens_once_whatever_happened_before(wat
         assert done[-3:] == ["drop_caches", "publish", "reopen_gate"]
         assert (done.count("drop_caches"), done.count("reopen_gate")) == (1, 1)
         assert done[0] == "close_gate"
-        assert done.count("close_gate") == report.attempts
+        assert 1 <= done.count("close_gate") <= report.attempts, "an attempt may fail before the gate was asked to close"
         watched.assert_equal()
 
 

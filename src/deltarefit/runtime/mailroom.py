@@ -3,9 +3,10 @@
 Over a long link a look takes a round trip, and so does removing a message. Here both happen beside the receiver's one thread,
 which is woken when something came. Without a running thread it is the mailbox itself.
 
-During an attempt the coordinator's next message is asked for by its name, which takes one round trip where a listing and a read
-take two. Several threads ask, one shortly after the other: a message that just missed one question meets the next one, instead
-of waiting for that round trip and then for its own. Listings go on more rarely, for messages that cannot be named beforehand.
+The next message of whoever wrote last is asked for by its name, which takes one round trip where a listing and a read take two;
+between attempts now and then, during one, and shortly after a message, often. Then several threads ask, one shortly after the
+other: a message that just missed one question meets the next one, instead of waiting for that round trip and then for its own.
+Listings go on more rarely, for messages that cannot be named beforehand.
 Messages that are done with are removed by another thread, so that no look waits behind a removal, and answers are posted by one
 more, in their order, so that payloads are applied meanwhile.
 """
@@ -32,7 +33,7 @@ _END_S = 5.0
 _ASKING = 4
 """Questions for the next message at the same time."""
 _LIST_S = 1.0
-"""How often all messages are listed during an attempt."""
+"""How often all messages are listed once somebody has written."""
 
 
 class MailRoom:
@@ -155,25 +156,25 @@ class MailRoom:
                 self._wake.clear()
 
     def _pause_s(self) -> float:
-        if not self.is_busy or self._mailbox.following is None:
-            return self._idle.remaining_s
-        return self._busy.remaining_s if len(self._asked) < _ASKING else _LIST_S  # each answer wakes the thread
+        if len(self._asked) == _ASKING:
+            return _LIST_S  # each answer wakes the thread
+        return (self._busy if self.is_busy and self._mailbox.following is not None else self._idle).remaining_s
 
     def _look(self) -> list[Mail]:
-        following = self._mailbox.following if self.is_busy else None
-        if following is not None and (mail := self._take(following)) is not None:
+        following = self._mailbox.following
+        if following is not None and (mail := self._take(following, self._busy if self.is_busy else self._idle)) is not None:
             return [mail]
         pace = self._idle if following is None else self._listing
         return self._mailbox.take(0.0) if pace.is_due else []
 
-    def _take(self, following: MailKey) -> Mail | None:
+    def _take(self, following: MailKey, pace: Pace) -> Mail | None:
         """The message of this name if any question for it was answered with it; otherwise ask once more when it is time to."""
         self._asked = [(parts, answer) for parts, answer in self._asked if parts == following]
         for one in [one for one in self._asked if one[1].done()]:
             self._asked.remove(one)
             if (mail := self._mailbox.take_read(following, one[1].result())) is not None:
                 return mail
-        if len(self._asked) < _ASKING and self._busy.is_due:
+        if len(self._asked) < _ASKING and pace.is_due:
             answer = self._asker.submit(self._mailbox.read, following)
             answer.add_done_callback(lambda _: self._wake.set())
             self._asked.append((following, answer))

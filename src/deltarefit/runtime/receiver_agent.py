@@ -42,6 +42,7 @@ __all__ = ["Receiver"]
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 60.0
 _PUMP_S = 0.25
+_HEED_S = 2.0  # after a message: the next one is likely to come soon
 """Longest stretch of applying payloads before calls are looked at again. A single payload is never interrupted."""
 
 
@@ -305,7 +306,8 @@ class Receiver:
             self._clock.sleep(timeout_s)
             return
         self._news.clear()
-        is_busy = self._mailroom.is_busy = self._application.attempt is not None
+        is_busy = self._application.attempt is not None
+        self._mailroom.is_busy = is_busy or self._clock.monotonic_s() - self._desk.heard_s < _HEED_S
         mails = self._mailroom.take(0.0 if is_busy else timeout_s)
         self._standing.keep_lease()  # the wait may have been longer than it was meant to be
         for mail in mails:
