@@ -121,5 +121,5 @@ def test_settings_come_from_a_toml_table(tmp_path):
     settings = deltarefit.PublisherSettings.from_toml(path, "publisher")
     assert (settings.bucket_nbytes, settings.audit_every) == (2**30, 5)
     path.write_text("[publisher\n")
-    with pytest.raises(deltarefit.RejectedError, match="not TOML"):
+    with pytest.raises(deltarefit.RejectedError, match="expected a TOML file"):
         deltarefit.PublisherSettings.from_toml(path, "publisher")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from deltarefit.errors import RejectedError
+from deltarefit.checked import Count, Nbytes, check_fields
 
 __all__ = ["ApplyPath", "ReceiverSettings"]
 
@@ -34,16 +34,16 @@ class ReceiverSettings:
     """Patterns of parameters of shape (0,) that were not emptied by weight packing."""
     layout_tag: str | Callable[[], str] = ""
     """Whatever else decides where the engine puts weights: its version, its options. A change asks for a new prewarm."""
-    cross_check: int = 16
+    cross_check: Count = 16
     """Tensors whose learned pieces are compared at prewarm with what the loader does to random bits; 0 for none."""
-    snapshot_nbytes: int = 256 * 2**20
+    snapshot_nbytes: Nbytes = 256 * 2**20
     """A model up to this size is copied for the time of prewarm, so that a loader that writes behind the hook does no harm."""
-    keep_nbytes: int = 64 * 2**20
+    keep_nbytes: Nbytes = 64 * 2**20
     """Canonical copies kept of tensors whose values the loader computes, all together at most (``kept``)."""
     may_ignore: tuple[str, ...] = ()
     """Patterns of canonical tensors that the engine's post-load step is known to drop. Others that leave no trace are refused:
     their bits may be hidden where no refit reaches."""
-    dense_nbytes: int = 64 * 2**20
+    dense_nbytes: Nbytes = 64 * 2**20
     """Canonical bytes, all together at most, of tensors that are sent whole at each refit because post-load leaves nothing of
     them that could be changed in place. 0 refuses such layers."""
     torch_writes: bool = False
@@ -54,5 +54,4 @@ class ReceiverSettings:
         return self.layout_tag if isinstance(self.layout_tag, str) else self.layout_tag()
 
     def __post_init__(self) -> None:
-        if min(self.cross_check, self.snapshot_nbytes, self.keep_nbytes, self.dense_nbytes) < 0:
-            raise RejectedError(f"receiver settings: counts and sizes must not be negative, got {self}")
+        check_fields(self)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarefit.errors import RejectedError
+from deltarefit.checked import SomeNbytes, Threads, check_fields
 
 __all__ = ["SourceSettings"]
 
@@ -17,12 +17,12 @@ MIB = 2**20
 class SourceSettings:
     """How owners keep, compare and pack what they own. All ranks must use the same."""
 
-    chunk_nbytes: int = 64 * MIB
+    chunk_nbytes: SomeNbytes = 64 * MIB
     """Input bytes, unchanged elements included, that one thread scans at a time (paper C: 64 MiB on object storage)."""
-    bucket_nbytes: int = 512 * MIB
+    bucket_nbytes: SomeNbytes = 512 * MIB
     """Input bytes per payload (paper C). Parts of shards, of 64 MiB at most, are never split, so chunks and buckets may exceed
     smaller targets."""
-    scan_threads: int = 0
+    scan_threads: Threads = 0
     """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
     baseline_directory: Path | None = None
     """Where to memory-map the baseline; None keeps it in anonymous host memory. The file has no name and leaves nothing."""
@@ -33,11 +33,7 @@ class SourceSettings:
     """Whether commit first proves, at the price of one more scan, that the candidate is still the one that was sent."""
 
     def __post_init__(self) -> None:
-        for name in ("chunk_nbytes", "bucket_nbytes"):
-            if getattr(self, name) < 1:
-                raise RejectedError(f"source settings: {name} {getattr(self, name)}; expected at least 1")
-        if not 0 <= self.scan_threads <= 1024:
-            raise RejectedError(f"source settings: scan_threads {self.scan_threads}; expected 0 to 1024")
+        check_fields(self)
 
     @property
     def num_threads(self) -> int:
