@@ -14,7 +14,8 @@ ENGINE ?= auto
 .PHONY: help install demo test lint bench megatron megatron-test sglang sglang-test clean
 
 help:
-	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit"
+	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit;"
+	@echo "             ENGINE=vllm, ENGINE=sglang (installed into .venv-sglang) or ENGINE=torch choose which"
 	@echo "make test    install into .venv, then run every test"
 	@echo "make lint    formatting, lint, types and import rules"
 	@echo "make megatron-test   install Megatron Core and Bridge into .venv-megatron, then test the adapter against Bridge's export"
@@ -34,8 +35,13 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml hatch_build.py $(wildca
 
 install: $(VENV)/.installed
 
+ifeq ($(ENGINE),sglang)
+demo: sglang
+	$(SGLANG_VENV)/bin/deltarefit demo --engine sglang
+else
 demo: install
 	$(BIN)/deltarefit demo --engine $(ENGINE)
+endif
 
 test: install
 	$(BIN)/python -m pytest

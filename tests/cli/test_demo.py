@@ -71,10 +71,15 @@ def test_the_demo_ends_bit_equal_with_real_vllm_engines():
 
 
 def test_a_missing_engine_is_named_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else object())
-    assert engines.engine_or_fallback("auto")[0] == "torch"
+    missing = {"vllm"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
+    assert engines.engine_or_fallback("auto") == ("sglang", "")
     with pytest.raises(RejectedError, match=r"vLLM is not installed .*--engine torch"):
         engines.engine_or_fallback("vllm")
+    missing.add("sglang")
+    assert engines.engine_or_fallback("auto")[0] == "torch"
+    with pytest.raises(RejectedError, match=r"SGLang is not installed .*make demo ENGINE=sglang"):
+        engines.engine_or_fallback("sglang")
 
 
 def test_missing_torch_is_named_with_what_to_do(monkeypatch):

@@ -50,13 +50,20 @@ class Source:
 
     def refit(self, driver, base: str, target: str) -> dict:
         """One refit as the receiver's agent runs it."""
-        from deltarefit.receiver import merge_digests
+        return self.finish(driver, *self.begin(driver, base, target), target)
+
+    def begin(self, driver, base: str, target: str) -> tuple:
+        """What happens while the engine serves."""
         from deltarefit.testing.oracle import delta_bytes, plan_for
 
-        reports = driver.prewarm(self.catalog)
-        plan = plan_for(reports, self.catalog)
-        data = delta_bytes(plan, self.tensors[base], self.tensors[target], attempt=f"v00000{target[1:]}-a1-test")
+        plan = plan_for(driver.prewarm(self.catalog), self.catalog)
         driver.prepare(plan)
+        return plan, delta_bytes(plan, self.tensors[base], self.tensors[target], attempt=f"v00000{target[1:]}-a1-test")
+
+    def finish(self, driver, plan, data: bytes, target: str) -> dict:
+        """What happens behind the closed gate."""
+        from deltarefit.receiver import merge_digests
+
         driver.close_gate(120.0)
         written = driver.apply(data)
         driver.synchronize()

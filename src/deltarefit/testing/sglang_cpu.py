@@ -28,7 +28,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ENGINE_OPTIONS", "is_installed", "prepare"]
+__all__ = ["ENGINE_OPTIONS", "is_installed", "prepare", "server_arguments"]
 
 STUBS = ("triton", "torchvision", "sgl_kernel")
 _OWN_FALLBACK = "sgl_kernel.scalar_type"
@@ -49,6 +49,16 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "log_level": "error",
 }
 """Arguments of ``sglang.Engine`` with which tiny models generate on a CPU."""
+
+
+def server_arguments() -> list[str]:
+    """The same for ``sglang.launch_server``."""
+    arguments: list[str] = []
+    for name, value in ENGINE_OPTIONS.items():
+        arguments.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            arguments.append(str(value))
+    return arguments
 
 
 def is_installed() -> bool:

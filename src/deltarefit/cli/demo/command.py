@@ -22,10 +22,11 @@ _STAGES = ("scan", "encode", "send", "fetch", "apply", "verify", "commit")
 @click.command()
 @click.option(
     "--engine",
-    type=click.Choice(["auto", "vllm", "torch"]),
+    type=click.Choice(["auto", "vllm", "sglang", "torch"]),
     default="auto",
     show_default=True,
-    help="The rollout engines: real vLLM, or a transformers model behind a loader that fuses and slices as engines do.",
+    help="The rollout engines: real vLLM, real SGLang, or a transformers model behind a loader that fuses and slices as "
+    "engines do; auto takes the first that is installed.",
 )
 @click.option(
     "--source",

@@ -1,4 +1,4 @@
-"""The demo's engines behind one face: real vLLM, or a transformers model behind an engine-like loader."""
+"""The demo's engines behind one face: real vLLM or SGLang, or a transformers model behind an engine-like loader."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from deltarefit.errors import RejectedError
 
 __all__ = ["engine_or_fallback", "ensure_source", "open_engine"]
 
+_REAL = {
+    "vllm": "vLLM is not installed in this environment; run `make install`",
+    "sglang": "SGLang is not installed in this environment; run `make demo ENGINE=sglang`, which builds one that has it",
+}
+"""Engines that are packages, and what to do if they are missing."""
+
 Completions = tuple[list[list[list[int]]], list[list[float]]]
 
 
@@ -28,17 +34,16 @@ def engine_or_fallback(wanted: str) -> tuple[str, str]:
             f"the demo trains a transformers model with torch, and {', '.join(missing)} cannot be imported here; run "
             "`make demo` in a checkout, or install deltarefit[transformers,cli]"
         )
-    has_vllm = importlib.util.find_spec("vllm") is not None
     if wanted == "auto":
-        if has_vllm:
-            return "vllm", ""
+        if (found := next((name for name in _REAL if importlib.util.find_spec(name) is not None), None)) is not None:
+            return found, ""
         return (
             "torch",
-            "vLLM is not installed here: a transformers model behind a loader that fuses as engines do stands in for it.",
+            "Neither vLLM nor SGLang is installed: a transformers model behind a loader that fuses as engines do stands in.",
         )
-    if wanted == "vllm" and not has_vllm:
-        raise RejectedError("engine vllm: vLLM is not installed in this environment; run `make install`, or use --engine torch")
-    note = "" if wanted == "vllm" else "The engines are transformers models behind a loader that fuses as engines do, not vLLM."
+    if wanted in _REAL and importlib.util.find_spec(wanted) is None:
+        raise RejectedError(f"engine {wanted}: {_REAL[wanted]}, or use --engine torch")
+    note = "" if wanted in _REAL else "The engines are transformers models behind a loader that fuses as engines do, not vLLM."
     return wanted, note
 
 
@@ -57,6 +62,10 @@ def open_engine(engine: str, checkpoint: str, completion_tokens: int) -> Any:
     """Start an engine with the checkpoint's weights."""
     if engine == "vllm":
         return VllmRollout(checkpoint, completion_tokens)
+    if engine == "sglang":
+        from deltarefit.cli.demo.sglang_rollout import SglangRollout
+
+        return SglangRollout(checkpoint, completion_tokens)
     return TorchRollout(checkpoint, completion_tokens)
 
 
