@@ -20,6 +20,7 @@ from deltarefit.errors import (
     RejectedError,
 )
 from deltarefit.ids import EncodingMode
+from deltarefit.run_key import read_key
 
 if TYPE_CHECKING:
     from deltarefit.runtime.auditing import AuditReport
@@ -44,6 +45,7 @@ __all__ = [
     "RejectedError",
     "RelayService",
     "RelayServiceSettings",
+    "read_key",
 ]
 
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ import deltarefit.payload
 from deltarefit.canonical import DTYPE_NBYTES
 from deltarefit.payload import frames, layout
 from deltarefit.records import Encoding, LocationForm
+from deltarefit.run_key import KEY_NBYTES
 
 ROOM = Path(deltarefit.payload.__file__).parent
 TEXT = (ROOM / "FORMAT.md").read_text()
@@ -63,7 +64,7 @@ def test_plane_table_is_the_plane_row():
 
 def test_digest_is_as_documented():
     assert f"`{layout.DIGEST_PERSON.decode()}`" in TEXT
-    assert "({} to {} bytes)".format(*layout.KEY_NBYTES) in TEXT
+    assert "({} to {} bytes)".format(*KEY_NBYTES) in TEXT
 
 
 def test_streams_are_the_documented_ones():

@@ -24,6 +24,7 @@ PUBLIC = [
     "RejectedError",
     "RelayService",
     "RelayServiceSettings",
+    "read_key",
 ]
 
 

@@ -48,6 +48,7 @@ def relay(
     With one relay on each rollout node, every payload crosses from the training to the rollout cluster once, however many nodes
     there are; the trainer finds relays under the run by itself. Give the run a key, or use TLS, unless the network is private.
     """
+    from deltarefit.run_key import read_key
     from deltarefit.runtime.clock import SystemClock
     from deltarefit.runtime.relay_service import RelayService
     from deltarefit.runtime.settings import RelayServiceSettings
@@ -70,7 +71,7 @@ def relay(
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    key = key_file.read_bytes().strip() if key_file is not None else None
+    key = read_key(key_file) if key_file is not None else None
     clock = SystemClock()
     with RelayService(run, listen=listen, advertise=advertise, key=key, settings=settings) as service:
         click.echo(f"{service.peer} for run {run}, node {service.node}", err=True)

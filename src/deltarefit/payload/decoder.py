@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deltarefit.canonical import Catalog
 from deltarefit.payload.frames import could_hold, open_frame
-from deltarefit.payload.header import PayloadHeader, check_digest, check_key, parse_header, refuse
+from deltarefit.payload.header import PayloadHeader, check_digest, parse_header, refuse
 from deltarefit.payload.layout import (
     DEFAULT_LIMITS,
     HEADER,
@@ -25,6 +25,7 @@ from deltarefit.payload.layout import (
 from deltarefit.payload.locations import check_disjoint, check_locations
 from deltarefit.payload.table import ItemRow, max_table_nbytes, unpack_table
 from deltarefit.records import CodedItem
+from deltarefit.run_key import check_key
 
 __all__ = ["Payload", "decode"]
 

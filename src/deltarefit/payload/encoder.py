@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deltarefit.errors import RejectedError
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
 from deltarefit.payload.frames import pack_plane, pack_table_frame
-from deltarefit.payload.header import PayloadHeader, check_key, digest_parts, pack_header
+from deltarefit.payload.header import PayloadHeader, digest_parts, pack_header
 from deltarefit.payload.layout import (
     DEFAULT_LIMITS,
     DIGEST_NBYTES,
@@ -24,6 +24,7 @@ from deltarefit.payload.layout import (
 )
 from deltarefit.payload.table import max_table_nbytes, pack_table
 from deltarefit.records import CodedItem, LocationForm
+from deltarefit.run_key import check_key
 
 __all__ = ["encode"]
 

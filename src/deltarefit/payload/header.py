@@ -20,11 +20,10 @@ from deltarefit.payload.layout import (
     FLAG_KEYED,
     FORMAT_VERSION,
     HEADER,
-    KEY_NBYTES,
     MAGIC,
 )
 
-__all__ = ["PayloadHeader", "check_digest", "check_key", "digest_parts", "pack_header", "parse_header", "read_header", "refuse"]
+__all__ = ["PayloadHeader", "check_digest", "digest_parts", "pack_header", "parse_header", "read_header", "refuse"]
 
 _ATTEMPT = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NO_DIGEST = bytes(DIGEST_NBYTES)
@@ -65,13 +64,6 @@ class PayloadHeader:
 def refuse(where: object, what: str) -> NoReturn:
     """Raise the one error of this room: payload, what is wrong, and that no harm was done."""
     raise PayloadInvalidError(f"payload {where}: {what}; nothing of it was applied")
-
-
-def check_key(key: bytes | None) -> None:
-    """Raise RejectedError unless the key has a length that is safe and possible."""
-    low, high = KEY_NBYTES
-    if key is not None and not low <= len(key) <= high:
-        raise RejectedError(f"run key: {len(key)} bytes, expected {low} to {high}; make one with secrets.token_bytes(32)")
 
 
 def digest_parts(parts: Iterable[bytes | memoryview], key: bytes | None) -> bytes:

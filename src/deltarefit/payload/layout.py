@@ -25,7 +25,6 @@ __all__ = [
     "HEADER_FIELDS",
     "ITEM_COLUMNS",
     "ITEM_NBYTES",
-    "KEY_NBYTES",
     "LOCATION_NBYTES",
     "MAGIC",
     "MAX_PLANES",
@@ -46,8 +45,6 @@ FLAG_KEYED = 1
 DIGEST_NBYTES = 16
 DIGEST_PERSON = b"deltarefit/pay/1"
 """BLAKE2b personalisation: the run's key signs other things too, and none of them may pass for a payload."""
-KEY_NBYTES = (16, 64)
-"""Shortest and longest key; 64 is BLAKE2b's own limit."""
 ATTEMPT_NBYTES = 64
 """The longest attempt id (``deltarefit.ids``)."""
 MAX_RANK = 64

@@ -9,6 +9,7 @@ from deltarefit.canonical import Catalog
 from deltarefit.payload import Limits, Payload, decode
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest, ReceiverSettings
+from deltarefit.run_key import check_key
 from deltarefit.runtime.adapters import rank_receiver
 from deltarefit.runtime.gate import LocalGate, RequestGate
 
@@ -101,6 +102,7 @@ class LocalEngine:
         limits: Limits | None = None,
         settings: ReceiverSettings | None = None,
     ) -> None:
+        check_key(key)
         self._rank = rank_receiver(model, load_weights, settings=settings)
         self._gate = request_gate if request_gate is not None else LocalGate()
         self._on_refit = on_refit

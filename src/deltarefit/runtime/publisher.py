@@ -20,6 +20,7 @@ from deltarefit.errors import (
     RejectedError,
 )
 from deltarefit.protocol import CommitRecord, ControlState, Delivery, UnfinishedAttempt, commands, events
+from deltarefit.run_key import check_key
 from deltarefit.runtime.adapters import training_side, write_guard
 from deltarefit.runtime.auditing import AuditReport, audit
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
@@ -81,7 +82,7 @@ class Publisher:
                 ``{"": policy, "draft.": draft}``. Adapters are chosen from classes, unless ``adapter`` is given.
             run: names the run: ``file:///scratch/run7``, ``s3://bucket/run7``, ...
             settings: how; equal on all ranks.
-            key: one secret per run, 16 to 64 bytes; payloads then carry keyed digests and receivers need the same key.
+            key: one secret per run, 16 to 64 bytes (``read_key`` reads it from a file); whoever takes part needs the same.
             collective: exchanges bytes between training ranks; default: torch.distributed if it is initialised.
             manifest: the checkpoint that receivers load, or its directory. The model must produce exactly its names and
                 shapes; floating-point parameters are cast to its dtypes, as 32-bit master weights are for a 16-bit checkpoint.
@@ -97,6 +98,7 @@ class Publisher:
         Raises:
             RejectedError: the model cannot be mapped, the run is held by a live coordinator or belongs to another model.
         """
+        check_key(key)
         self.settings = settings or PublisherSettings()
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()

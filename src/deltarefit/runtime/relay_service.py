@@ -11,6 +11,7 @@ from typing import Self
 from deltarefit.control import ControlSettings
 from deltarefit.errors import RefitError, RejectedError
 from deltarefit.ids import AttemptId
+from deltarefit.run_key import check_key
 from deltarefit.runtime.clock import Clock, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.messages import encode_message
 from deltarefit.runtime.node_share import open_node_share
@@ -52,8 +53,9 @@ class RelayService:
             ids: fresh names.
 
         Raises:
-            RejectedError: the address or the shared directory cannot be used, or another relay serves this node.
+            RejectedError: the address, the key or the shared directory cannot be used, or another relay serves this node.
         """
+        check_key(key)
         self.settings = settings or RelayServiceSettings()
         self._clock = clock or SystemClock()
         ids = ids or RandomIds()

@@ -16,10 +16,10 @@ from deltarefit.canonical import Catalog
 from deltarefit.errors import AttemptFailedError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.integrations.exchange.calls import EngineCalls
 from deltarefit.integrations.exchange.directory import Exchange, create_directory
-from deltarefit.integrations.exchange.endpoint import read_key
 from deltarefit.integrations.exchange.operations import RESULTS, RawTensor
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest
+from deltarefit.run_key import check_key, read_key
 from deltarefit.runtime.clock import IdSource, RandomIds
 from deltarefit.runtime.gate import RequestGate
 
@@ -63,7 +63,11 @@ class ExchangeDriver:
         file that is removed at once; ``verify_writes`` has ranks check every write after it was made, at about the cost of
         another read of the changes; ``call_timeout_s`` bounds each call except the wait for running requests; ``options`` is
         what else ranks are told when the driver introduces itself.
+
+        Raises:
+            RejectedError: the key cannot be one.
         """
+        check_key(key)
         self.request_gate = request_gate
         self._calls = calls
         self._parent = directory

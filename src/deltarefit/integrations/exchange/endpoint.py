@@ -10,12 +10,12 @@ from typing import Any
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.exchange.directory import Exchange
 from deltarefit.integrations.exchange.operations import RankOperations
+from deltarefit.run_key import read_key
 from deltarefit.runtime.messages import Failure
 
-__all__ = ["RankEndpoint", "read_key"]
+__all__ = ["RankEndpoint"]
 
 _log = logging.getLogger(__name__)
-_MAX_KEY_NBYTES = 4096
 
 
 class RankEndpoint:
@@ -79,16 +79,3 @@ class RankEndpoint:
         """Answer to nobody."""
         self._exchange = None
         self._operations = None
-
-
-def read_key(path: Path) -> bytes:
-    """The run's secret from its file.
-
-    Raises:
-        RejectedError: it holds none.
-    """
-    with path.open("rb") as file:
-        key = file.read(_MAX_KEY_NBYTES + 1)
-    if not 0 < len(key) <= _MAX_KEY_NBYTES:
-        raise RejectedError(f"key file {path}: expected 1 to {_MAX_KEY_NBYTES} bytes")
-    return key
