@@ -39,7 +39,8 @@ BOUNDS = LowerBounds(
     finalization_s=0.1,
 )
 REPORT = RefitReport(
-    policy_version=3, attempts=2, changed_elements=1, total_elements=4, payloads=1, payload_nbytes=200, sent_nbytes=400,
+    policy_version=3, attempts=2, changed_elements=1, nan_elements=0, total_elements=4,
+    payloads=1, payload_nbytes=200, sent_nbytes=400,
     checkpoint_nbytes=800, stage_s={"send": 0.5}, refit_s=0.25, policy_digest="0" * 32, audited=True, receivers=("a", "b"),
     covered="all", failures=("because",), bounds=BOUNDS, pause_s=0.125, cross_nbytes=200,
 )  # fmt: skip

@@ -53,6 +53,28 @@ def test_every_bit_pattern_arrives(pair):
     pair.assert_equal()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nan_that_stays_is_no_change_and_is_counted_at_each_refit(pair, caplog, asynchronous):
+    publisher = pair.publisher()
+
+    def refit():
+        return publisher.publish().wait(30) if asynchronous else publisher.refit()
+
+    assert refit().nan_elements == 0
+    assert "NaN" not in caplog.text
+    pair.policy.first.data[1, 2] = float("nan")
+    pair.policy.scale.data[3] = float("nan")
+    found = refit()
+    assert (found.changed_elements, found.nan_elements) == (2, 2)
+    assert "holds 2 elements that are NaN, in tensors such as first, scale" in caplog.text
+    for _ in range(3):
+        found = refit()
+        assert (found.changed_elements, found.payloads, found.nan_elements) == (0, 0, 2)
+    pair.policy.first.data[1, 2] = 1.0
+    assert refit().nan_elements == 1
+    pair.assert_equal()
+
+
 def test_a_refit_without_changes_commits_a_version_and_sends_nothing(pair):
     publisher = pair.publisher()
     before = raw(pair.models[0])

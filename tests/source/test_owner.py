@@ -290,12 +290,12 @@ def test_a_commit_that_was_interrupted_can_be_repeated(monkeypatch):
     list(owner.build(plan_for(*tensors), MIXED))
     real, calls = kernels.commit, []
 
-    def torn(committed, storage, pieces):
+    def torn(committed, storage, pieces, *, dtype):
         calls.append(committed)
         if len(calls) == 4:
             committed[: committed.size // 2] = storage[: committed.size // 2]
             raise KeyboardInterrupt
-        real(committed, storage, pieces)
+        return real(committed, storage, pieces, dtype=dtype)
 
     monkeypatch.setattr(kernels, "commit", torn)
     with pytest.raises(KeyboardInterrupt):

@@ -24,10 +24,22 @@ from deltarefit.kernels.checks import (
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
+from deltarefit.kernels.nans import NAN_RULES
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding, Plane, ScanResult
 
-__all__ = ["apply", "apply_item", "available_isas", "commit", "digest", "digest_records", "gather", "plane_totals", "scan"]
+__all__ = [
+    "apply",
+    "apply_item",
+    "available_isas",
+    "commit",
+    "count_nans",
+    "digest",
+    "digest_records",
+    "gather",
+    "plane_totals",
+    "scan",
+]
 
 
 def scan(
@@ -148,14 +160,18 @@ def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
     return gathered
 
 
-def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> None:
+def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, dtype: str = "", isa: Isa | None = None) -> int:
     """Make the baseline equal to the candidate: absolute values, so that repeating it is harmless (paper 6.3).
 
     Args:
         baseline: words in piece order, written.
         candidate: words of the whole local storage.
         pieces: as for ``scan``; any number of groups, one after the other.
+        dtype: of the elements; with it, those that are NaN are counted on the way.
         isa: the implementation; None takes the best one here.
+
+    Returns:
+        Elements that are NaN; 0 without ``dtype``.
 
     Raises:
         RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
@@ -168,10 +184,17 @@ def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, isa: I
     if baseline.dtype != candidate.dtype or baseline.size != total_elements(held):
         expected = f"{total_elements(held)} words {candidate.dtype}"
         raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
-    if resolve(isa) is Isa.NUMPY:
-        twins.commit(baseline, candidate, held)
-    else:
-        native.copy_pieces(baseline, candidate, held)
+    rule = NAN_RULES.get(dtype)
+    if resolve(isa) is not Isa.NUMPY:
+        return native.copy_pieces(baseline, candidate, held, rule)
+    twins.commit(baseline, candidate, held)
+    return twins.count_nans(baseline, rule)
+
+
+def count_nans(words: Words, dtype: str) -> int:
+    """Elements of flat words that are NaN."""
+    check_words(words, "count of NaN, words")
+    return twins.count_nans(words, NAN_RULES.get(dtype))
 
 
 def digest(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> TensorDigest:

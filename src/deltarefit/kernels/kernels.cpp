@@ -64,19 +64,39 @@ namespace avx512 {
 
 namespace deltarefit {
 
-// Copy pieces of `from` to consecutive elements of `to`.
+// Elements of which (x + rule[0]) & rule[1] exceeds rule[2].
 template <class U>
-static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch) {
+static i64 count_above(const u8* x, i64 n, const u64* rule) {
+  constexpr i64 PART = 128;  // so that a byte holds the count
+  const U add = U(rule[0]), mask = U(rule[1]), limit = U(rule[2]);
+  i64 total = 0;
+  for (i64 done = 0; done < n; done += PART) {
+    const i64 part = n - done < PART ? n - done : PART;
+    U count = 0;
+    for (i64 i = 0; i < part; i++) count = U(count + U(U(U(load<U>(x + (done + i) * i64(sizeof(U))) + add) & mask) > limit));
+    total += i64(count);
+  }
+  return total;
+}
+
+// Copy pieces of `from` to consecutive elements of `to`, and count by `rule` if there is one.
+template <class U>
+static i64 copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch, const u64* rule) {
   constexpr i64 W = sizeof(U);
   constexpr i64 PART = 4096;  // elements of strided runs taken at once
+  constexpr i64 COUNTED = 32768 / W;  // elements that are counted while the cache holds them
   StretchReader<U> reader{from, scratch, PANEL_NBYTES};
+  i64 counted = 0;
   for (TableWalker walker(table, pieces); !walker.done;) {
     i64 n = walker.left_in_run();
     if (walker.run.stride != 1 && PART < n) n = PART;
+    if (rule && COUNTED < n) n = COUNTED;
     memcpy(to, reader.read(walker, n), size_t(n * W));
+    if (rule) counted += count_above<U>(to, n, rule);
     to += n * W;
     walker.take(n);
   }
+  return counted;
 }
 
 template <class U>
@@ -89,7 +109,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 6; }
+API i64 deltarefit_abi() { return 7; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
@@ -197,11 +217,11 @@ API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64
 }
 
 // `scratch` is deltarefit_panel_nbytes() long; null where every run is contiguous.
-API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch) {
+API i64 deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch, const u64* rule) {
   switch (width) {
-    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch);
-    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch);
-    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch);
-    default: return copy_pieces<u64>(to, from, table, pieces, scratch);
+    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch, rule);
+    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch, rule);
+    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch, rule);
+    default: return copy_pieces<u64>(to, from, table, pieces, scratch, rule);
   }
 }

@@ -19,7 +19,7 @@ from deltarefit.kernels.isa import Isa
 
 __all__ = ["ApplyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
 
-_ABI = 6
+_ABI = 7
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),
         ("digest_elements", None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
-        ("copy", None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+        ("copy", c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
         ("panel_nbytes", c_int64, ()),
     ):
         function = getattr(loaded, f"deltarefit_{name}")

@@ -24,6 +24,7 @@ from deltarefit.kernels.coding import (
     totals_of,
 )
 from deltarefit.kernels.mix import digest_of_elements
+from deltarefit.kernels.nans import NanRule
 from deltarefit.pieces import Cast, Piece, StridedView, strided
 from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane, ScanResult
 
@@ -158,6 +159,15 @@ def gather(storage: Words, pieces: Sequence[Piece]) -> Words:
 def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece]) -> None:
     for box, first, last in _walk(pieces):
         baseline[first:last] = strided(candidate, box.storage).reshape(-1)
+
+
+def count_nans(words: Words, rule: NanRule | None) -> int:
+    """In blocks that fit the cache; 0 without a rule."""
+    if rule is None:
+        return 0
+    add, mask, limit = (words.dtype.type(number) for number in rule)
+    blocks = (words[start : start + 2**16] for start in range(0, words.size, 2**16))
+    return sum(int(np.count_nonzero(((block + add) & mask) > limit)) for block in blocks)
 
 
 def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:

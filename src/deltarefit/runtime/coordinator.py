@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 from deltarefit.errors import CommitConflictError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, ReceiverId, attempt_id
@@ -18,9 +19,11 @@ from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
 from deltarefit.runtime.retaining import is_linked, is_retained, retention_of
 from deltarefit.runtime.schedule import Schedule
 from deltarefit.transport import keys
+from deltarefit.wording import some_of
 
 __all__ = ["Coordinator"]
 
+_LOG = logging.getLogger(__name__)
 _MAX_BACKOFF_S = 30.0
 _ABORT_LOOK_S = 1.0
 
@@ -201,7 +204,17 @@ class Coordinator:
             )
         self.outcome.t1_s = self._session.clock.monotonic_s()
         self.outcome.note(replies)
+        if command.copies:
+            self._note_nans(command.record, replies)
         return replies
+
+    def _note_nans(self, record: CommitRecord, replies: Iterable[OwnerReply]) -> None:
+        """They travel like any other bits, but hardly anybody wants them in a policy."""
+        listed = list(replies)
+        self.outcome.nan_elements = count = sum(reply.nan_elements for reply in listed)
+        if count:
+            names = sorted({name for reply in listed for name in reply.nans})
+            _LOG.warning("%s holds %d elements that are NaN, in tensors such as %s", record, count, some_of(names, 3))
 
     def _copy_owed(self) -> None:
         if self._owed is not None:

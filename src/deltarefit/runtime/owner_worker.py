@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _IN_FLIGHT = 4  # encoded payloads waiting for the transport, per owner; bounds memory to so many buckets
+_NAMED = 8  # tensors with NaN that a reply names
 _HALT_S = 0.5  # how often an owner that builds looks whether it should stop
 
 
@@ -122,6 +124,10 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crossed_nbytes: int = 0
     """Payload bytes that went to relays since the last reply, repeated ones included."""
     changed_elements: int = 0
+    nans: dict[str, int] = {}
+    """Of a CommitBaseline that copied: some of the tensors of which committed elements are NaN, and how many here."""
+    nan_elements: int = 0
+    """In all tensors."""
     digests: dict[str, str] = {}
     """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
     events: tuple[StageEvent, ...] = ()
@@ -234,7 +240,13 @@ class OwnerWorker:
             with self._events.stage("baseline", command.attempt):
                 self._owner.commit()
         self._machine.updated(command.record)
-        return OwnerReply(int(self.owner), digests=self.committed_digests())
+        nans = self._owner.nans()
+        return OwnerReply(
+            int(self.owner),
+            digests=self.committed_digests(),
+            nans=dict(itertools.islice(nans.items(), _NAMED)),
+            nan_elements=sum(nans.values()),
+        )
 
     def _may_have_changed(self) -> bool:
         """Whether somebody may have written to the candidate since it was proved to be what was sent."""

@@ -109,6 +109,7 @@ class RefitMetrics:
             self._latency.add(report.refit_s, suffix="_sum")
             self._latency.add(1, suffix="_count")
             self._last.set(report.changed_fraction, fact="changed_fraction")
+            self._last.set(report.nan_elements, fact="nan_elements")
             self._last.set(report.payload_nbytes, fact="payload_bytes")
             self._last.set(report.cross_nbytes, fact="cross_bytes")
             self._last.set(report.pause_s, fact="pause_seconds")

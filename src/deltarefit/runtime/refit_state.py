@@ -110,6 +110,7 @@ class Outcome:
     """What the transition produced; the report is made from it."""
 
     changed_elements: int = 0
+    nan_elements: int = 0
     payloads: int = 0
     payload_nbytes: int = 0
     sent_nbytes: int = 0

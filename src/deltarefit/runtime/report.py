@@ -22,6 +22,9 @@ class RefitReport(msgspec.Struct, frozen=True, kw_only=True):
     changed_elements: int
     """Source elements whose stored bits changed, counted once whatever their replication."""
     total_elements: int
+    nan_elements: int
+    """Elements of the committed policy that are NaN, changed or not, as far as owners compare them. They travel bit by bit like
+    all others; more than 0 usually means that training has gone wrong."""
     payloads: int
     payload_nbytes: int
     """Bytes of the payloads of the attempt that was committed."""

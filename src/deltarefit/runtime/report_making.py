@@ -28,6 +28,7 @@ def make_report(session: Session, outcome: Outcome, finish: commands.Finish, obs
         attempts=finish.num_attempts,
         changed_elements=outcome.changed_elements,
         total_elements=session.catalog.num_elements,
+        nan_elements=outcome.nan_elements,
         payloads=outcome.payloads,
         payload_nbytes=outcome.payload_nbytes,
         sent_nbytes=outcome.sent_nbytes,

@@ -48,7 +48,7 @@ def count_changed(item: CodedItem, storage: Words, committed: Words, pieces: Seq
 class TaskTracker:
     """The committed words of one task, group of pieces after group, each in piece order."""
 
-    __slots__ = ("_words", "digest", "groups", "task")
+    __slots__ = ("_words", "digest", "groups", "num_nans", "task")
 
     def __init__(self, task: ConversionTask, groups: tuple[tuple[Piece, ...], ...], words: tuple[Words, ...]) -> None:
         self.task = task
@@ -56,6 +56,8 @@ class TaskTracker:
         self._words = words
         self.digest = TensorDigest()
         """Of the committed words."""
+        self.num_nans = 0
+        """Committed elements that are NaN."""
 
     @property
     def words(self) -> tuple[Words, ...]:
@@ -92,8 +94,10 @@ class TaskTracker:
     def overwrite(self) -> None:
         """Copy the storage over the committed words: absolute, so it may be repeated. The digest is the caller's to update."""
         storage = self.task.words()
-        for pieces, committed in zip(self.groups, self._words, strict=True):
-            kernels.commit(committed, storage, pieces)
+        self.num_nans = sum(
+            kernels.commit(committed, storage, pieces, dtype=self.task.spec.dtype)
+            for pieces, committed in zip(self.groups, self._words, strict=True)
+        )
 
 
 def _one_after_another(pieces: Sequence[Piece]) -> list[Piece]:

@@ -184,6 +184,11 @@ class Owner:
         residual = self._residual.baseline.recount() if self._residual is not None else {}
         return sum_by_name((*self._direct.recount().items(), *residual.items()))
 
+    def nans(self) -> dict[str, int]:
+        """Tensors of which committed elements are NaN, and how many of those this owner compares."""
+        residual = self._residual.baseline.nans() if self._residual is not None else {}
+        return self._direct.nans() | residual
+
     def candidate_digests(self) -> dict[str, TensorDigest]:
         """Of the candidate: what ``digests`` will say once it is committed. After a commit, the same as ``digests``.
 

@@ -49,6 +49,7 @@ class _Held:
     digest: TensorDigest = field(default_factory=TensorDigest)
     change: TensorDigest | None = None
     """None until the tensor is converted in this transition."""
+    num_nans: int = 0
     overwrite: CodedItem | None = None
     """New bits of the changed elements, kept until the commit."""
 
@@ -72,6 +73,7 @@ class ResidualBaseline:
         held = self._held[spec.name]
         held.words[:] = words
         held.digest = kernels.digest(words, _pieces(spec))
+        held.num_nans = kernels.count_nans(held.words, spec.dtype)
 
     def compare(self, spec: TensorSpec, words: Words, encoding: Encoding, *, everything: bool) -> Converted:
         """What differs from the committed bits; remembered until ``commit`` or ``forget``.
@@ -100,6 +102,7 @@ class ResidualBaseline:
             if held.overwrite is not None:
                 view = whole(held.overwrite.spec.shape)
                 kernels.apply_item(held.words, [Piece(view, view)], held.overwrite)
+                held.num_nans = kernels.count_nans(held.words, held.overwrite.spec.dtype)
             if held.change is not None:
                 held.digest = held.digest + held.change
                 held.change = held.overwrite = None
@@ -118,6 +121,10 @@ class ResidualBaseline:
 
     def digests(self) -> dict[str, TensorDigest]:
         return {name: held.digest for name, held in self._held.items()}
+
+    def nans(self) -> dict[str, int]:
+        """Tensors of which committed elements are NaN, and how many."""
+        return {name: held.num_nans for name, held in self._held.items() if held.num_nans}
 
     def recount(self) -> dict[str, TensorDigest]:
         """``digests``, counted anew from the committed words."""

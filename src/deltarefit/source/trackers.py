@@ -83,6 +83,14 @@ class TrackerSet:
         """Of the committed words, by tensor."""
         return sum_by_name((tracker.task.spec.name, tracker.digest) for tracker in self.baseline.trackers)
 
+    def nans(self) -> dict[str, int]:
+        """Tensors of which committed elements are NaN, and how many here."""
+        found: dict[str, int] = {}
+        for tracker in self.baseline.trackers:
+            if tracker.num_nans:
+                found[tracker.task.spec.name] = found.get(tracker.task.spec.name, 0) + tracker.num_nans
+        return found
+
     def recount(self) -> dict[str, TensorDigest]:
         """``digests``, counted anew from the committed words."""
         counted = self.over_chunks(lambda chunk: [(tracker.task.spec.name, tracker.recount()) for tracker in chunk])
