@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from deltarefit.errors import RefitError
 from deltarefit.runtime.clock import Clock, Pace
@@ -29,6 +30,7 @@ from deltarefit.transport.mailbox import Sealed
 __all__ = ["MailRoom"]
 
 _LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 _END_S = 5.0
 _ASKING = 4
 """Questions for the next message at the same time."""
@@ -117,8 +119,8 @@ class MailRoom:
         wait([future for future in (posted, removed) if future is not None], _END_S)
 
     @staticmethod
-    def _begin(pool: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None] | None:
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: what is left there is swept later
+    def _begin(pool: ThreadPoolExecutor, work: Callable[[], ResultT]) -> Future[ResultT] | None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, or the process ends: what is left there is swept later
             return pool.submit(work)
         return None
 
@@ -175,9 +177,10 @@ class MailRoom:
             if (mail := self._mailbox.take_read(following, one[1].result())) is not None:
                 return mail
         if len(self._asked) < _ASKING and pace.is_due:
-            answer = self._asker.submit(self._mailbox.read, following)
-            answer.add_done_callback(lambda _: self._wake.set())
-            self._asked.append((following, answer))
+            answer = self._begin(self._asker, lambda: self._mailbox.read(following))
+            if answer is not None:
+                self._asked.append((following, answer))
+                answer.add_done_callback(lambda _: self._wake.set())
         return None
 
     def _remove(self) -> None:
