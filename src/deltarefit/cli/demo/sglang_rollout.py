@@ -17,12 +17,14 @@ class SglangRollout:
     """An SGLang ``Engine`` of this process; its model lives in a process of the engine's."""
 
     def __init__(self, checkpoint: str, completion_tokens: int) -> None:
+        import importlib
+
         import sglang
-        from deltarefit.integrations.sglang import LOADER
         from deltarefit.testing.sglang_cpu import ENGINE_OPTIONS
 
+        integration: Any = importlib.import_module("deltarefit.integrations.sglang")
         self._completion_tokens = completion_tokens
-        self._engine: Any = sglang.Engine(model_path=checkpoint, custom_weight_loader=[LOADER], **ENGINE_OPTIONS)
+        self._engine: Any = sglang.Engine(model_path=checkpoint, custom_weight_loader=[integration.LOADER], **ENGINE_OPTIONS)
         self.note = f"SGLang {sglang.__version__}, on the CPU, with deltarefit's plug-in"
 
     def attach(self, name: str, run: str, lease_s: float) -> deltarefit.Receiver:
