@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["KEY_NBYTES", "check_key", "key_print", "read_key"]
+__all__ = ["KEY_NBYTES", "check_key", "key_print", "key_trouble", "read_key"]
 
 KEY_NBYTES = (16, 64)
 """Shortest and longest key; 64 is BLAKE2b's own limit."""
@@ -63,6 +63,17 @@ def key_print(key: bytes | None) -> str:
     if not key:
         return ""
     return hashlib.blake2b(b"which key", digest_size=8, key=key, person=_PERSON).hexdigest()
+
+
+def key_trouble(here: str, there: str, who: str) -> str:
+    """Why this participant and ``who`` cannot understand each other, from their keys' fingerprints; empty if they can."""
+    if here == there:
+        return ""
+    theirs, ours = (f"the one with fingerprint {one}" if one else "none" for one in (there, here))
+    return (
+        f"{who} has another run key than this side: {theirs}, here {ours}; give every participant of the run the same, by key= "
+        "or --key-file"
+    )
 
 
 def _without_line_end(data: bytes) -> bytes:

@@ -131,11 +131,12 @@ def test_keyed_payloads_need_the_same_key(tmp_path):
         pair.assert_equal()
 
 
-def test_a_receiver_with_another_key_refuses_every_payload(tmp_path):
+def test_a_receiver_whose_ranks_have_another_key_refuses_every_payload(tmp_path):
     with Pair(tmp_path, num_receivers=0) as pair:
         model = Fused(pair.policy)
         before = raw(model)
-        pair.attach(model, "rollout", key=b"x" * 32)
+        receiver = pair.attach(model, "rollout", key=b"k" * 32)
+        receiver._engine._key = b"x" * 32
         settings = msgspec.structs.replace(SETTINGS, max_attempts=2)
         publisher = pair.publisher(key=b"k" * 32, settings=settings)
         perturb(pair.policy, 0)

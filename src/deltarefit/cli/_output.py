@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import click
@@ -30,6 +31,7 @@ __all__ = [
     "format_seconds",
     "guarded",
     "json_option",
+    "key_file_option",
     "now_s",
     "print_table",
     "progress",
@@ -95,6 +97,12 @@ def now_s() -> float:
 def json_option(command: CommandT) -> CommandT:
     """Add ``--json``, which reaches the command as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
+
+
+def key_file_option(command: CommandT) -> CommandT:
+    """Add ``--key-file``, a path."""
+    kind = click.Path(path_type=Path, exists=True, dir_okay=False)
+    return click.option("--key-file", type=kind, default=None, help="A file with the run's secret, if it has one.")(command)
 
 
 def emit(result: Any, *, as_json: bool, human: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from deltarefit.cli._output import emit, fail_check, guarded, json_option
+from deltarefit.cli._output import emit, fail_check, guarded, json_option, key_file_option
 
 __all__ = ["receiver"]
 
@@ -41,12 +41,7 @@ _ASK_S = 30.0
     help="What becomes of running requests when a refit begins. vLLM: wait (default), keep, abort. SGLang: retract (default), "
     "abort, in_place.",
 )
-@click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    default=None,
-    help="A file with the run's secret, if it has one.",
-)
+@key_file_option
 @click.option("--verify-writes", is_flag=True, help="Check every write after it was made.")
 @click.option("--keep-drafts", is_flag=True, help="Leave speculative drafts as they were loaded.")
 @click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
@@ -148,19 +143,22 @@ def _keep(run: str, driver: Any, engine: str, name: str | None, lease_s: float) 
 @click.option(
     "--wait", "wait_s", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds to wait for the receiver."
 )
+@key_file_option
 @json_option
 @guarded
-def restore(*, run: str, name: str, wait_s: float, as_json: bool) -> None:
+def restore(*, run: str, name: str, wait_s: float, key_file: Path | None, as_json: bool) -> None:
     """Have a running receiver take nothing for granted that its engine holds, and bring it to the committed version.
 
     For engines whose weights may be damaged. It shuts its request gate, computes the digest of every tensor, catches up over
     retained payloads if that leads to the committed version, and serves once it has proved it. Otherwise the next refit() sends
     it what it lacks; exit code 1 says so. May be run from any machine that reaches the run.
     """
+    from deltarefit.run_key import read_key
     from deltarefit.runtime.clock import RandomIds, SystemClock
     from deltarefit.runtime.restoring import Restoration, restore_receiver
 
-    done = restore_receiver(run, name, clock=SystemClock(), ids=RandomIds(), wait_s=wait_s)
+    key = None if key_file is None else read_key(key_file)
+    done = restore_receiver(run, name, clock=SystemClock(), ids=RandomIds(), wait_s=wait_s, key=key)
 
     def human(shown: Restoration = done) -> None:
         if shown.is_restored:

@@ -9,7 +9,7 @@ from types import FrameType
 
 import click
 
-from deltarefit.cli._output import NBYTES, format_nbytes, guarded
+from deltarefit.cli._output import NBYTES, format_nbytes, guarded, key_file_option
 
 __all__ = ["relay"]
 
@@ -24,7 +24,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--advertise", default=None, help="HOST or HOST:PORT by which trainer and relays reach it, if that is another.")
 @click.option("--shared-directory", default="/dev/shm", show_default=True, help="The same as that of the node's receivers.")
 @click.option("--max-size", "max_nbytes", type=NBYTES, default=8 << 30, help="Most payload bytes kept; default: 8 GiB.")
-@click.option("--key-file", type=_FILE, default=None, help="A file with the run's secret, if it has one.")
+@key_file_option
 @click.option("--tls-authority", type=_FILE, default=None, help="PEM: who signed the certificates of trainer and relays.")
 @click.option("--tls-certificate", type=_FILE, default=None, help="PEM: this relay's certificate, with its chain.")
 @click.option("--tls-key", type=_FILE, default=None, help="PEM: its private key.")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from deltarefit.errors import DeadlineError, RefitError, TransportError
+from deltarefit.errors import DeadlineError, RefitError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.clock import Clock, Deadline
@@ -121,18 +121,22 @@ class Caller:
         what = type(next(iter(bodies.values()))).__name__ if bodies else "nothing"
         pending = PendingCall(name, what, by_receiver, Deadline(self._clock, timeout_s))
         self._pending[name] = pending
+        for member in by_receiver.values():
+            if trouble := self._members.key_trouble(member):
+                pending.answers[member.receiver] = RejectedError(trouble)
+        reached = sorted(set(by_receiver) - set(pending.answers))
 
         def post_one(receiver: ReceiverId) -> None:
             call = Call(name, self._epoch, by_receiver[receiver].membership.incarnation, bodies[receiver])
             pending.asked_s[receiver] = self._clock.monotonic_s()
             self._mailbox.post(receiver, encode_message(call))
 
-        if len(by_receiver) < 2:
-            for receiver in by_receiver:
+        if len(reached) < 2:
+            for receiver in reached:
                 post_one(receiver)
             return pending
-        with ThreadPoolExecutor(min(_POSTS, len(by_receiver)), thread_name_prefix="deltarefit-post") as pool:
-            for posted in [pool.submit(post_one, receiver) for receiver in sorted(by_receiver)]:
+        with ThreadPoolExecutor(min(_POSTS, len(reached)), thread_name_prefix="deltarefit-post") as pool:
+            for posted in [pool.submit(post_one, receiver) for receiver in reached]:
                 posted.result()
         return pending
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deltarefit.errors import DeadlineError, RejectedError, TransportError
 from deltarefit.ids import ReceiverId
 from deltarefit.protocol import LeaseSettings, LeaseVerdict, LeaseWatch
+from deltarefit.run_key import key_trouble
 from deltarefit.runtime.clock import Clock, Deadline
 from deltarefit.runtime.messages import EngineSummary, Membership, decode_message
 from deltarefit.transport import BeaconReading, RunStore, keys, read_beacons
@@ -49,7 +50,9 @@ class _Watched:
 class Members:
     """Watches the beacons under a run. Used by one thread at a time."""
 
-    def __init__(self, store: RunStore, clock: Clock, lease: LeaseSettings) -> None:
+    def __init__(self, store: RunStore, clock: Clock, lease: LeaseSettings, *, key_print: str = "") -> None:
+        """``key_print``: of the coordinator's run key."""
+        self._key_print = key_print
         self._store = store
         self._clock = clock
         self._lease = lease
@@ -82,6 +85,8 @@ class Members:
                 continue
             if shown.refusal:
                 self._refusals[receiver] = f"receiver {receiver} ({shown.engine}) refuses this model: {shown.refusal}"
+            elif trouble := self.key_trouble(one.member):
+                self._refusals[receiver] = trouble
             elif self._is_ready(one, catalog_digest):
                 ready[receiver] = one.member
         return ready
@@ -162,6 +167,10 @@ class Members:
             watched[name] = one
         self._watched = watched
         self._looked_s = now_s
+
+    def key_trouble(self, member: Member) -> str:
+        """Why this receiver and the coordinator do not understand each other's messages; empty if they do."""
+        return key_trouble(self._key_print, member.membership.key_print, f"receiver {member.receiver}")
 
     def summary(self, member: Member) -> EngineSummary:
         """What the receiver's prewarm found."""

@@ -275,6 +275,8 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether its request gate is open, as far as it knows."""
     node: str = ""
     """Names the rollout node, by what its processes share; empty if it shares nothing, so no relay can serve it."""
+    key_print: str = ""
+    """Fingerprint of its run key; empty if it has none. Messages between different ones are not understood."""
 
 
 class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,6 +291,8 @@ class RunNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the coordinator is doing or waiting for, for people; empty between refits."""
     activity_s: float = 0.0
     """For how long already."""
+    key_print: str = ""
+    """As in ``Membership``."""
 
 
 def encode_message(message: msgspec.Struct) -> bytes:

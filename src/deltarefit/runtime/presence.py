@@ -20,11 +20,20 @@ class Presence:
     """A receiver's beacon and the lease behind it. ``show`` may be called from any thread."""
 
     def __init__(
-        self, store: RunStore, name: ReceiverId, engine: str, *, nonce: str, lease: LeaseSettings, clock: Clock, ids: IdSource
+        self,
+        store: RunStore,
+        name: ReceiverId,
+        engine: str,
+        *,
+        nonce: str,
+        lease: LeaseSettings,
+        clock: Clock,
+        ids: IdSource,
+        key_print: str = "",
     ) -> None:
         """Give the first sign of life."""
         self._ids = ids
-        self._shown = self._seen = Membership(nonce, engine, "", "", None)
+        self._shown = self._seen = Membership(nonce, engine, "", "", None, key_print=key_print)
         self._heartbeat = Heartbeat(
             Beacon(store, keys.member(name), nonce=nonce), lease, clock, lambda: encode_message(self._shown)
         )

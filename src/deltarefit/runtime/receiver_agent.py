@@ -13,6 +13,7 @@ from deltarefit.canonical import Catalog
 from deltarefit.errors import DeadlineError, RefitError, RejectedError
 from deltarefit.ids import ReceiverId, receiver_id
 from deltarefit.receiver import ReceiverSettings
+from deltarefit.run_key import key_print
 from deltarefit.runtime.adapters import engine_integration
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.clock import Clock, Deadline, IdSource, RandomIds, SystemClock
@@ -64,7 +65,13 @@ class Receiver:
         clock: Clock | None = None,
         ids: IdSource | None = None,
     ) -> None:
-        """Show a first sign of life under the run; ``step`` or ``start`` does the rest."""
+        """Show a first sign of life under the run; ``step`` or ``start`` does the rest.
+
+        The engine has the run's key, if there is one.
+
+        Raises:
+            RejectedError: the run's address, its key or a setting cannot be used.
+        """
         self.settings = settings or ReceiverAgentSettings()
         self._engine = engine
         self._gate = request_gate
@@ -73,7 +80,10 @@ class Receiver:
         nonce = ids.nonce()
         self.name: ReceiverId = receiver_id(name or f"receiver-{nonce}")
         self._store = open_run(run, clock=self._clock)
-        self._mailbox = Mailbox(self._store, self.name, clock=self._clock, nonce=nonce, settings=mail_settings(self._store))
+        key = engine.key
+        self._mailbox = Mailbox(
+            self._store, self.name, clock=self._clock, nonce=nonce, key=key, settings=mail_settings(self._store)
+        )
         self._log = EventLog(self._clock, f"receiver {self.name}")
         self.observers = Observers(self.settings, self._log.where, self._clock)
         self.observers.watch(self._log)
@@ -82,7 +92,16 @@ class Receiver:
         stale = self._mailbox.take(0.0)  # left by an earlier start of this receiver
         self._mailbox.acknowledge(*(mail.key for mail in stale))
         lease = lease_settings(self.settings.lease_s)
-        self._presence = Presence(self._store, self.name, engine.name, nonce=nonce, lease=lease, clock=self._clock, ids=ids)
+        self._presence = Presence(
+            self._store,
+            self.name,
+            engine.name,
+            nonce=nonce,
+            lease=lease,
+            clock=self._clock,
+            ids=ids,
+            key_print=key_print(key),
+        )
         self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
         self._presence.note(node=self._feeds.node)
         self._news = threading.Event()

@@ -11,7 +11,7 @@ from typing import Self
 from deltarefit.control import ControlSettings
 from deltarefit.errors import RefitError, RejectedError
 from deltarefit.ids import AttemptId
-from deltarefit.run_key import check_key
+from deltarefit.run_key import check_key, key_print
 from deltarefit.runtime.clock import Clock, IdSource, RandomIds, SystemClock
 from deltarefit.runtime.messages import encode_message
 from deltarefit.runtime.node_share import open_node_share
@@ -57,6 +57,7 @@ class RelayService:
         """
         check_key(key)
         self.settings = settings or RelayServiceSettings()
+        self._key_print = key_print(key)
         self._clock = clock or SystemClock()
         ids = ids or RandomIds()
         host, port = _address(listen, "listen")
@@ -129,7 +130,7 @@ class RelayService:
         return peer
 
     def _notice(self) -> bytes:
-        return encode_message(RelayNotice(self.peer.host, self.peer.port, self.node))
+        return encode_message(RelayNotice(self.peer.host, self.peer.port, self.node, self._key_print))
 
     def _show(self) -> None:
         every_s = lease_settings(self.settings.lease_s).renew_s

@@ -11,6 +11,7 @@ import msgspec
 
 from deltarefit.errors import RefitError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, PayloadId, ReceiverId
+from deltarefit.run_key import key_print, key_trouble
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.members import Member
@@ -34,6 +35,8 @@ class RelayNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
     node: str
     """The rollout node whose engines it serves, as ``Membership.node`` names it."""
+    key_print: str = ""
+    """Fingerprint of its run key, as ``Membership.key_print``."""
 
 
 def relay_context(
@@ -75,6 +78,9 @@ class Relays:
         self._lease_s = lease_s
         self._settings = settings
         self._context = context
+        self._key_print = key_print(context.key)
+        self._foreign: tuple[str, ...] = ()
+        """Of relays that live and have another key, why they take no part."""
         self._watch = BeaconWatch(store, clock=clock, prefix=keys.RELAYS)
         if settings.transport != "object_store":
             self._alive()  # so that by the first refit it is known which of them still move
@@ -99,6 +105,7 @@ class Relays:
             raise RejectedError(
                 f"transport = relay, but no relay shows signs of life on the nodes of {', '.join(unserved)}; start one on each "
                 f"rollout node with 'deltarefit relay --run {self._store.url} --listen HOST:PORT', or set transport = auto"
+                + "".join(f"; {text}" for text in self._foreign)
             )
         if serving:
             _LOG.warning("going over the object store: no relay on the nodes of %s", ", ".join(unserved))
@@ -115,7 +122,7 @@ class Relays:
     def _alive(self) -> dict[str, Peer]:
         """By node, relays whose beacon moved within a lease, or that are seen for the first time."""
         found: dict[str, Peer] = {}
-        dead = []
+        dead, foreign = [], []
         for name, sighting in self._watch.look().items():
             if sighting.age_s > _FORGET_LEASES * self._lease_s:
                 dead.append(keys.relay(name))
@@ -123,9 +130,14 @@ class Relays:
                 continue
             try:
                 notice = decode_message(sighting.reading.info, RelayNotice, sender=f"beacon of relay {name}")
+                if trouble := key_trouble(self._key_print, notice.key_print, f"relay {name}"):
+                    _LOG.warning("%s; it takes no part", trouble)
+                    foreign.append(trouble)
+                    continue
                 found[notice.node] = msgspec.convert((name, notice.host, notice.port), Peer)
             except (TransportError, msgspec.ValidationError) as error:
                 _LOG.warning("relay %s takes no part: %s", name, error)
+        self._foreign = tuple(foreign)
         try:
             self._store.delete(dead)
         except RefitError as error:

@@ -6,6 +6,7 @@ import msgspec
 
 from deltarefit.errors import DeadlineError, RejectedError
 from deltarefit.ids import receiver_id
+from deltarefit.run_key import check_key, key_print, key_trouble
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, IdSource
 from deltarefit.runtime.messages import Call, Membership, decode_message, encode_message
@@ -32,15 +33,18 @@ class Restoration(msgspec.Struct, frozen=True, kw_only=True):
     activity: str
 
 
-def restore_receiver(run: str, name: str, *, clock: Clock, ids: IdSource, wait_s: float) -> Restoration:
+def restore_receiver(
+    run: str, name: str, *, clock: Clock, ids: IdSource, wait_s: float, key: bytes | None = None
+) -> Restoration:
     """Order it, and wait up to ``wait_s`` until the receiver has taken its place in the run again.
 
     It shuts its gate, forgets what it believed, looks at every bit, catches up over retained payloads if it can, and joins.
 
     Raises:
-        RejectedError: there is no such run, or no receiver of that name shows itself.
+        RejectedError: there is no such run, no receiver of that name shows itself, or it has another run key.
         DeadlineError: it did not join again in time.
     """
+    check_key(key)
     store, state = open_existing(run, clock, ids)
     before = _shown(store, name)
     if before is None:
@@ -49,8 +53,10 @@ def restore_receiver(run: str, name: str, *, clock: Clock, ids: IdSource, wait_s
             f"no receiver {name} shows itself under {run} (there are: {others}); see 'deltarefit status --run {run}', or start "
             f"it: 'deltarefit receiver --run {run} --engine URL --name {name}' restores it by itself"
         )
+    if trouble := key_trouble(key_print(key), before.key_print, f"receiver {name}"):
+        raise RejectedError(trouble)
     nonce = ids.nonce()
-    mailbox = Mailbox(store, f"operator-{nonce}", clock=clock, nonce=nonce, settings=mail_settings(store))
+    mailbox = Mailbox(store, f"operator-{nonce}", clock=clock, nonce=nonce, key=key, settings=mail_settings(store))
     call = Call(f"restore-{nonce}", state.epoch, before.incarnation, messages.Restore())
     mailbox.post(receiver_id(name), encode_message(call))
     deadline = Deadline(clock, wait_s)

@@ -14,6 +14,7 @@ from deltarefit.control import ControlPlane, ControlSettings
 from deltarefit.errors import CommitConflictError, RefitError, RejectedError
 from deltarefit.ids import PolicyVersion, baseline_id
 from deltarefit.protocol import CommitRecord, ControlState, LeaseSettings, LeaseVerdict, LeaseWatch
+from deltarefit.run_key import key_print
 from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.calls import Caller
 from deltarefit.runtime.clock import Clock, IdSource
@@ -135,6 +136,7 @@ class RunHold:
                 self._settings.lease_s,
                 activity[:_MAX_ACTIVITY],
                 activity_s,
+                key_print(self._key),
             )
         )
 
@@ -176,12 +178,13 @@ class RunHold:
         self, owners: OwnerGroup, num_owners: int, digests: Mapping[str, TensorDigest], log: EventLog, axis: TimeAxis
     ) -> Session:
         """What a coordinator works with while this hold lasts."""
-        members = Members(self.store, self._clock, self._lease)
+        members = Members(self.store, self._clock, self._lease, key_print=key_print(self._key))
         mailbox = Mailbox(
             self.store,
             coordinator_mailbox(self.epoch),
             clock=self._clock,
             nonce=self.nonce,
+            key=self._key,
             settings=mail_settings(self.store),
         )
         caller = Caller(

@@ -11,6 +11,7 @@ from deltarefit.control import ControlPlane
 from deltarefit.errors import AttemptFailedError, RefitError, RejectedError
 from deltarefit.ids import ReceiverId
 from deltarefit.protocol import ControlState
+from deltarefit.run_key import key_trouble
 from deltarefit.runtime.application import Application
 from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.engine import EngineDriver
@@ -111,6 +112,7 @@ class Standing:
             return False
         try:
             self._check_lease(notice)
+            self._check_key(notice)
             catalog = Catalog.from_wire(self._store.get(keys.plan(notice.catalog_digest), max_nbytes=MAX_PLAN_NBYTES))
             digest = self._prewarm(catalog)
         except RejectedError as error:
@@ -166,6 +168,10 @@ class Standing:
                 f"receiver {self._name}: lease_s {self._presence.lease.lease_s:g}, the trainer's is {notice.lease_s:g}; a "
                 "receiver must give itself up before others do: set lease_s to the trainer's"
             )
+
+    def _check_key(self, notice: RunNotice) -> None:
+        if trouble := key_trouble(self._presence.shown.key_print, notice.key_print, "the trainer"):
+            raise RejectedError(f"receiver {self._name}: {trouble}")
 
     def shut_if_left_behind(self) -> None:
         """An engine that comes to a run which has moved on serves nothing until its weights are the committed ones."""
@@ -258,6 +264,8 @@ class Standing:
         notice = self._notice()
         if notice is not None and notice.epoch > self._desk.epoch:
             self._desk.epoch = notice.epoch
+            if trouble := key_trouble(self._presence.shown.key_print, notice.key_print, "the trainer that took the run over"):
+                _LOG.error("receiver %s: takes no part in what it asks for: %s", self._name, trouble)
             self._presence.show()  # so that it sees at once that this receiver lives
         resident = self._application.reception.resident
         if self._application.attempt is None and notice is not None and not resident.is_gate_closed:

@@ -1,0 +1,146 @@
+"""Runs with a key: messages of whoever lacks it have no effect, and whoever has another one is told so at once."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import deltarefit
+from deltarefit.cli.program import program
+from deltarefit.run_key import key_print
+from deltarefit.runtime.clock import Deadline, RandomIds, SystemClock
+from deltarefit.runtime.messages import Call, Restore, encode_message
+from deltarefit.runtime.restoring import restore_receiver
+from deltarefit.transport import Mailbox, mailbox, open_run
+
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, perturb, raw
+
+pytestmark = pytest.mark.torch
+
+CLOCK = SystemClock()
+KEY, OTHER = b"k" * 32, b"the text of another key"
+PATIENT = msgspec.structs.replace(SETTINGS, join_timeout_s=600.0)
+"""A test that has to wait for any of these times does not end."""
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        model = Fused(pair.policy)
+        pair.models.append(model)
+        pair.receivers.append(pair.attach(model, "rollout-0", key=KEY))
+        yield pair
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = Deadline(CLOCK, timeout_s)
+    while not condition():
+        assert not deadline.expired
+        CLOCK.sleep(0.01)
+
+
+def test_an_order_of_somebody_without_the_key_is_not_obeyed(keyed, caplog):
+    publisher = keyed.publisher(key=KEY)
+    perturb(keyed.policy, 0)
+    publisher.refit()
+    receiver = keyed.receivers[0]
+    before = receiver._presence.shown.incarnation
+    store = open_run(keyed.run, clock=CLOCK)
+    order = encode_message(Call("restore-00000000", 1, before, Restore()))
+    for nonce, key in (("00000001", None), ("00000002", OTHER)):
+        Mailbox(store, f"operator-{nonce}", clock=CLOCK, nonce=nonce, key=key).post("rollout-0", order)
+    wait_until(lambda: caplog.text.count("sealed with another key") >= 2)
+    perturb(keyed.policy, 1)
+    publisher.refit()
+    assert receiver._presence.shown.incarnation == before
+    keyed.assert_equal()
+    Mailbox(store, "operator-00000003", clock=CLOCK, nonce="00000003", key=KEY).post("rollout-0", order)
+    wait_until(lambda: receiver._presence.shown.incarnation != before)
+
+
+def test_everybody_seals_with_the_runs_key(keyed, monkeypatch):
+    sealed = []
+    seal = mailbox._seal
+    monkeypatch.setattr(mailbox, "_seal", lambda to, parts, data, key: sealed.append((to, key)) or seal(to, parts, data, key))
+    publisher = keyed.publisher(key=KEY)
+    perturb(keyed.policy, 0)
+    publisher.refit()
+    restore_receiver(keyed.run, "rollout-0", clock=CLOCK, ids=RandomIds(), wait_s=20.0, key=KEY)
+    assert {to.partition("-")[0] for to, _ in sealed} == {"coordinator", "rollout"}
+    assert {key for _, key in sealed} == {KEY}
+
+
+@pytest.mark.parametrize(("trainers", "receivers"), [(KEY, None), (None, KEY), (KEY, OTHER)])
+def test_receivers_with_another_key_refuse_to_join_and_both_sides_say_why(tmp_path, trainers, receivers):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        model = Fused(pair.policy)
+        before = raw(model)
+        receiver = pair.attach(model, "rollout-0", key=receivers)
+        publisher = pair.publisher(key=trainers, settings=PATIENT)
+        with pytest.raises(deltarefit.RejectedError, match=r"has another run key than this side: .* or --key-file") as caught:
+            receiver.wait_joined(20.0)
+        for key in (trainers, receivers):
+            assert (key_print(key) or "none") in str(caught.value)
+        perturb(pair.policy, 0)
+        with pytest.raises(deltarefit.RejectedError, match=r"rollout-0.* has another run key"):
+            publisher.refit()
+        assert raw(model) == before
+
+
+def test_a_trainer_that_comes_back_with_another_key_is_refused_and_receivers_go_on(keyed, caplog):
+    publisher = keyed.publisher(key=KEY)
+    perturb(keyed.policy, 0)
+    publisher.refit()
+    held = raw(keyed.models[0])
+    publisher.close()
+    with caplog.at_level(logging.ERROR):
+        wrong = keyed.publisher(key=OTHER, settings=PATIENT)
+        perturb(keyed.policy, 1)
+        with pytest.raises(deltarefit.RejectedError, match="receiver rollout-0 has another run key"):
+            wrong.refit()
+        wait_until(lambda: "takes no part in what it asks for: the trainer that took the run over" in caplog.text)
+    wrong.close()
+    assert raw(keyed.models[0]) == held
+    with keyed.receivers[0].serving(1.0):
+        assert keyed.receivers[0].policy_version == 1
+    right = keyed.publisher(key=KEY)
+    right.refit()
+    keyed.assert_equal()
+
+
+def test_restore_needs_the_key_and_says_so(keyed, tmp_path):
+    publisher = keyed.publisher(key=KEY)
+    perturb(keyed.policy, 0)
+    publisher.refit()
+    order = ["receiver", "restore", "--run", keyed.run, "--name", "rollout-0", "--wait", "20"]
+    wrong, right = tmp_path / "wrong", tmp_path / "right"
+    wrong.write_bytes(OTHER)
+    right.write_bytes(KEY + b"\n")
+    for more in ([], ["--key-file", str(wrong)]):
+        result = CliRunner().invoke(program, [*order, *more])
+        assert (result.exit_code, "receiver rollout-0 has another run key" in result.stderr) == (1, True)
+    result = CliRunner().invoke(program, [*order, "--key-file", str(right)])
+    assert (result.exit_code, "serves" in result.stdout) == (0, True), result.output
+
+
+def test_a_relay_with_another_key_takes_no_part_and_is_named(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        shared = tmp_path / "node"
+        shared.mkdir()
+        settings = deltarefit.RelayServiceSettings(shared_directory=str(shared), lease_s=5.0)
+        relay = pair.stack.enter_context(deltarefit.RelayService(pair.run, key=OTHER, settings=settings))
+        model = Fused(pair.policy)
+        pair.models.append(model)
+        on_node = msgspec.structs.replace(RECEIVER_SETTINGS, shared_directory=str(shared))
+        pair.attach(model, "rollout-0", key=KEY, settings=on_node)
+        insisting = msgspec.structs.replace(SETTINGS, transport="relay")
+        with pair.publisher(key=KEY, settings=insisting) as publisher:
+            perturb(pair.policy, 0)
+            with pytest.raises(deltarefit.RejectedError, match=rf"relay {relay.name} has another run key"):
+                publisher.refit()
+        report = pair.publisher(key=KEY).refit()
+        assert (report.transport, report.attempts) == ("object_store", 1)
+        pair.assert_equal()
