@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from deltarefit.errors import DeadlineError, RefitError, RejectedError, TransportError
+from deltarefit.errors import AttemptFailedError, DeadlineError, RefitError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.runtime.activity import Activity
 from deltarefit.runtime.clock import Clock, Deadline
@@ -30,7 +31,7 @@ from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Mailbox
 from deltarefit.wording import some_of
 
-__all__ = ["Answer", "Caller", "PendingCall"]
+__all__ = ["Answer", "Caller", "PendingCall", "expect"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ _POSTS = 16  # at the same time: over a long link each takes a round trip
 
 Answer = Surveyed | Audited | Completed | Done | RefitError
 """What a receiver said, or why it did not."""
+AnswerT = TypeVar("AnswerT", Completed, Surveyed, Done)
 Poll = Callable[[], None]
 """Called now and then while waiting; whatever it raises ends the wait."""
 
@@ -216,3 +218,12 @@ class Caller:
                     self._axis.observe(f"receiver {receiver}", asked_s=asked_s, reading=reply.clock, answered_s=taken_s)
                 pending.take(receiver, reply)
         self._mailbox.acknowledge(*(mail.key for mail in mails))
+
+
+def expect(answer: Answer, kind: type[AnswerT], receiver: ReceiverId) -> AnswerT:
+    """The answer, if it is of this kind; otherwise raise what it says."""
+    if isinstance(answer, RefitError):
+        raise answer
+    if not isinstance(answer, kind):
+        raise AttemptFailedError(f"receiver {receiver}: expected {kind.__name__}, got {type(answer).__name__}")
+    return answer

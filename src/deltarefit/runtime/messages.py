@@ -36,6 +36,7 @@ __all__ = [
     "EngineSummary",
     "Failure",
     "Flush",
+    "Holding",
     "Membership",
     "OpenApply",
     "OwnerMarker",
@@ -90,6 +91,9 @@ class Failure(_Message, frozen=True, forbid_unknown_fields=True):
 
 class Survey(_Message, frozen=True, forbid_unknown_fields=True):
     """Compute digests from the resident bits. Writes nothing and belongs to no attempt."""
+
+    lists: bool = False
+    """Answer with the digest of each tensor: many bytes, so only where a summary has shown that something differs."""
 
 
 class Audit(_Message, frozen=True, forbid_unknown_fields=True):
@@ -152,7 +156,7 @@ class Flush(_Message, frozen=True, forbid_unknown_fields=True):
     ended: tuple[OwnerMarker, ...]
     """One per owner. What arrived must agree."""
     audit: bool
-    """Answer with digests computed from the resident bits."""
+    """Answer with what the resident bits prove."""
 
 
 class Stop(_Message, frozen=True, forbid_unknown_fields=True):
@@ -180,14 +184,24 @@ class ReopenGate(_Message, frozen=True, forbid_unknown_fields=True):
 # --- what receivers answer ----------------------------------------------------------------------------------------
 
 
+class Holding(_Message, frozen=True, forbid_unknown_fields=True):
+    """Which bits an engine holds, in short: a message must not take longer over a long link than the rest of a pause."""
+
+    summary: str
+    """``digest_of_digests`` of the tensors that resident bits prove; 32 hex digits."""
+    unproven: tuple[str, ...] = ()
+    """Canonical tensors that the engine does not hold, or cannot prove."""
+
+
 class Surveyed(_Message, frozen=True, forbid_unknown_fields=True):
-    digests: dict[str, str | None]
-    """Hex digest per canonical tensor that the engine holds; None where resident bits cannot prove it."""
+    holding: Holding
+    digests: dict[str, str | None] | None = None
+    """If a list was asked for: hex digest per tensor that the engine holds; None where resident bits cannot prove it."""
 
 
 class Audited(_Message, frozen=True, forbid_unknown_fields=True):
     digests: dict[str, str | None]
-    """As in ``Surveyed``."""
+    """As in ``Surveyed``, each tensor."""
     disagreeing: dict[str, tuple[int, ...]]
     """Tensors of which ranks hold the same elements with different bits, and these ranks. Their digests are no policy's."""
     drifted: tuple[str, ...]
@@ -197,10 +211,9 @@ class Audited(_Message, frozen=True, forbid_unknown_fields=True):
 
 class Completed(_Message, frozen=True, forbid_unknown_fields=True):
     written_elements: int
-    digests: dict[str, str | None] | None
-    """As in ``Surveyed``; None if no audit was asked for."""
+    holding: Holding | None
+    """None if no audit was asked for."""
     covered: str
-    events: tuple[StageEvent, ...]
 
 
 class Done(_Message, frozen=True, forbid_unknown_fields=True):

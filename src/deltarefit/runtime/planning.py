@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport
 from deltarefit.records import Encoding
-from deltarefit.runtime.messages import EngineSummary
+from deltarefit.runtime.messages import EngineSummary, Holding
 
-__all__ = ["DigestCheck", "check_digests", "make_plan", "summarise"]
+__all__ = ["DigestCheck", "check_digests", "check_holding", "make_plan", "summarise"]
 
 _ALL = tuple(int(encoding) for encoding in Encoding)
 
@@ -71,6 +71,14 @@ class DigestCheck:
         """The first differing tensors, in words."""
         first = ", ".join(str(catalog[name]) for name in self.differing[:3])
         return f"{len(self.differing)} of {len(catalog)} tensors differ, first {first}"
+
+
+def check_holding(expected: Mapping[str, TensorDigest], holding: Holding, skipped: Iterable[str]) -> DigestCheck | None:
+    """``check_digests`` from a summary; None if something differs, which a list has to name."""
+    unproven = set(holding.unproven)
+    if digest_of_digests({name: digest for name, digest in expected.items() if name not in unproven}) != holding.summary:
+        return None
+    return DigestCheck((), tuple(sorted(unproven.intersection(expected).difference(skipped))))
 
 
 def check_digests(expected: Mapping[str, TensorDigest], shown: Mapping[str, str | None], skipped: Iterable[str]) -> DigestCheck:

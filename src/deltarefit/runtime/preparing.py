@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from deltarefit.errors import AttemptFailedError, OperatorRequiredError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, PolicyVersion, ReceiverId, baseline_id
@@ -11,20 +10,19 @@ from deltarefit.plan import RefitPlan
 from deltarefit.protocol import CommitRecord, PrepareRequest, commands
 from deltarefit.records import Encoding
 from deltarefit.runtime import messages
-from deltarefit.runtime.calls import Answer
+from deltarefit.runtime.calls import Answer, expect
 from deltarefit.runtime.clock import Deadline, Pace
+from deltarefit.runtime.comparing import compare
 from deltarefit.runtime.members import Member
-from deltarefit.runtime.planning import check_digests, make_plan
+from deltarefit.runtime.planning import make_plan
 from deltarefit.runtime.refit_state import BoundAttempt, Identity, Session
 from deltarefit.runtime.retaining import retained_whole
 from deltarefit.transport import keys
 
-__all__ = ["Preparation", "expect"]
+__all__ = ["Preparation"]
 
 _LOOK_S = 0.1
 _ABORT_S = 1.0
-
-AnswerT = TypeVar("AnswerT", messages.Completed, messages.Surveyed, messages.Done)
 
 
 class Preparation:
@@ -176,7 +174,7 @@ class Preparation:
         self._distrust_failures({member.receiver: member for member in asked}, answers)
         for member in asked:
             shown = expect(answers[member.receiver], messages.Surveyed, member.receiver)
-            self._judge(member, shown.digests, is_start=session.is_first and not is_retry)
+            self._judge(member, shown.holding, is_start=session.is_first and not is_retry)
         return frozenset().union(*(session.doubtful[member.identity] for member in required.values()))
 
     def _distrust_failures(self, asked: Mapping[ReceiverId, Member], answers: Mapping[ReceiverId, Answer]) -> None:
@@ -185,14 +183,15 @@ class Preparation:
             if isinstance(answer, RefitError):
                 self._session.distrust(asked[receiver].identity)
 
-    def _judge(self, member: Member, digests: Mapping[str, str | None], *, is_start: bool) -> None:
+    def _judge(self, member: Member, holding: messages.Holding, *, is_start: bool) -> None:
         """Note what is doubtful about a receiver's resident bits.
 
         Raises:
             RejectedError: at the start of a run it holds other weights than the trainer: a wrong checkpoint.
+            RefitError: it could not say which tensors differ.
         """
         session = self._session
-        check = check_digests(session.committed, digests, session.members.summary(member).skipped)
+        check = compare(session, member, session.committed, holding)
         is_new = member.identity not in session.doubtful
         if is_new and not check.is_equal and is_start:
             raise RejectedError(
@@ -202,12 +201,3 @@ class Preparation:
         unproven = check.unproven if is_new else ()
         earlier = session.doubtful.get(member.identity, frozenset())
         session.doubtful[member.identity] = earlier.union(check.differing, unproven)
-
-
-def expect(answer: Answer, kind: type[AnswerT], receiver: ReceiverId) -> AnswerT:
-    """The answer, if it is of this kind; otherwise raise what it says."""
-    if isinstance(answer, RefitError):
-        raise answer
-    if not isinstance(answer, kind):
-        raise AttemptFailedError(f"receiver {receiver}: expected {kind.__name__}, got {type(answer).__name__}")
-    return answer

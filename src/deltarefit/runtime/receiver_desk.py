@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.errors import AttemptFailedError, LoaderContractError, PayloadMissingError, RefitError, RejectedError
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.plan import RefitPlan
@@ -171,8 +171,9 @@ class ReceiverDesk:
     def _handle(self, body: messages.CallBody) -> messages.ReplyBody:
         application = self._application
         match body:
-            case messages.Survey():
-                return messages.Surveyed(hex_digests(self.digests()))
+            case messages.Survey(lists=lists):
+                held = self.digests()
+                return messages.Surveyed(self._holding(held), hex_digests(held) if lists else None)
             case messages.Audit():
                 return self._audit()
             case messages.Prepare():
@@ -233,12 +234,17 @@ class ReceiverDesk:
     def _complete(self, body: messages.Flush) -> messages.Completed:
         attempt = AttemptId(body.attempt)
         self._application.complete(attempt)
-        digests = None
+        holding = None
         if body.audit:
             with self._log.stage("verify", attempt):
-                digests = hex_digests(self.digests())
-        written = self._application.written_elements
-        return messages.Completed(written, digests, self._engine.covered(), tuple(self._log.drain()))
+                holding = self._holding(self.digests())
+        # What ran here is told when gates have reopened: until then every byte over a long link is part of the pause.
+        return messages.Completed(self._application.written_elements, holding, self._engine.covered())
+
+    def _holding(self, digests: Mapping[str, TensorDigest | None]) -> messages.Holding:
+        proven = {name: digest for name, digest in digests.items() if digest is not None}
+        unproven = tuple(name for name in self.catalog or () if name not in proven)
+        return messages.Holding(digest_of_digests(proven), unproven)
 
     def _reopen(self, attempt: AttemptId, record: CommitRecord) -> None:
         if not self._presence.may_act:

@@ -19,12 +19,11 @@ from deltarefit.errors import (
 from deltarefit.ids import ReceiverId
 from deltarefit.protocol import Delivery, events
 from deltarefit.runtime import messages
-from deltarefit.runtime.calls import Answer, PendingCall
+from deltarefit.runtime.calls import Answer, PendingCall, expect
 from deltarefit.runtime.clock import Pace
+from deltarefit.runtime.comparing import compare
 from deltarefit.runtime.owner_group import OwnersLostError
 from deltarefit.runtime.owner_worker import Build, OwnerReply, Recheck, sum_digests
-from deltarefit.runtime.planning import check_digests
-from deltarefit.runtime.preparing import expect
 from deltarefit.runtime.refit_state import BoundAttempt, Outcome, Session
 from deltarefit.runtime.retaining import note_digests
 from deltarefit.transport import keys
@@ -179,17 +178,16 @@ class Schedule:
             answers = session.caller.collect(pending, until_failure=True, poll=self._watch.poll)
         for receiver, answer in _failures_first(answers):
             completed = expect(answer, messages.Completed, receiver)
-            self._outcome.events.extend(completed.events)
             self._outcome.covered[receiver] = completed.covered
-            if completed.digests is not None:
-                self._check_result(receiver, completed.digests)
+            if completed.holding is not None:
+                self._check_result(receiver, completed.holding)
         self._outcome.audited = audit
         self._outcome.receivers = tuple(sorted(answers))
         return frozenset(answers)
 
-    def _check_result(self, receiver: ReceiverId, shown: Mapping[str, str | None]) -> None:
+    def _check_result(self, receiver: ReceiverId, holding: messages.Holding) -> None:
         session, member = self._session, self._bound.required[receiver]
-        check = check_digests(self._outcome.digests, shown, session.members.summary(member).skipped)
+        check = compare(session, member, self._outcome.digests, holding)
         if not check.is_equal:
             session.doubtful[member.identity] = session.doubtful[member.identity].union(check.differing)
             raise BaseMismatchError(

@@ -1,0 +1,90 @@
+"""What a receiver proves is told in a few bytes; only where that differs is each tensor looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltarefit.canonical import TensorDigest, digest_of_digests
+from deltarefit.runtime import messages
+from deltarefit.runtime.messages import Holding, encode_message
+from deltarefit.runtime.planning import DigestCheck, check_holding
+
+from .pair import perturb
+
+EXPECTED = {name: TensorDigest(number, 7) for number, name in enumerate("abc")}
+
+
+def holding(names, **changes):
+    proven = {name: EXPECTED[name] for name in names} | changes
+    return Holding(digest_of_digests(proven), tuple(name for name in EXPECTED if name not in proven))
+
+
+def test_equal_bits_are_seen_from_the_summary():
+    assert check_holding(EXPECTED, holding("abc"), ()) == DigestCheck((), ())
+    assert check_holding(EXPECTED, holding("ac"), ()) == DigestCheck((), ("b",))
+    assert check_holding(EXPECTED, holding("ac"), ("b",)) == DigestCheck((), ())
+    assert check_holding(EXPECTED, holding(""), "abc") == DigestCheck((), ())
+
+
+def test_any_other_bit_needs_the_list():
+    assert check_holding(EXPECTED, holding("abc", b=TensorDigest(1, 8)), ()) is None
+    assert check_holding(EXPECTED, holding("ab", z=TensorDigest()), ()) is None
+    assert check_holding(EXPECTED, Holding(holding("abc").summary, ("b",)), ()) is None
+
+
+@pytest.mark.torch
+def test_answers_during_a_pause_are_short_and_lists_are_asked_for_when_something_differs(pair):
+    publisher = pair.publisher()
+    caller = publisher._session.caller
+    ask, collect, asked, answers = caller.ask, caller.collect, [], []
+
+    def note_ask(members, body, timeout_s):
+        asked.append(body)
+        return ask(members, body, timeout_s)
+
+    def note_answers(*arguments, **options):
+        found = collect(*arguments, **options)
+        answers.extend(found.values())
+        return found
+
+    caller.ask, caller.collect = note_ask, note_answers
+    perturb(pair.policy, 0)
+    publisher.refit()
+    completed = [answer for answer in answers if isinstance(answer, messages.Completed)]
+    assert len(completed) == 1
+    assert len(encode_message(completed[0])) < 400
+    assert messages.Survey(lists=True) not in asked
+    pair.models[0].fused.data.view(-1)[3] += 1
+    perturb(pair.policy, 1)
+    report = publisher.refit()
+    assert asked.count(messages.Survey(lists=True)) == 1
+    assert report.attempts == 1, "the damaged tensor was named before anything was sent, and sent whole"
+    pair.assert_equal()
+
+
+@pytest.mark.torch
+def test_a_receiver_that_does_not_hold_the_candidate_is_told_from_it_by_name(pair):
+    publisher = pair.publisher()
+    engine = pair.receivers[0]._engine
+    synchronize, models = engine.synchronize, pair.models
+
+    def damage_once():
+        synchronize()
+        if engine.synchronize is damage_once:
+            engine.synchronize = synchronize
+            models[0].fused.data.view(-1)[3] += 1
+
+    publisher.refit()
+    perturb(pair.policy, 0)
+    close_gate = engine.close_gate
+
+    def close_then_damage(timeout_s):
+        close_gate(timeout_s)
+        engine.synchronize, engine.close_gate = damage_once, close_gate
+
+    engine.close_gate = close_then_damage
+    report = publisher.refit()
+    assert report.attempts == 2
+    assert "does not hold the candidate" in report.failures[0]
+    assert "1 of 3 tensors differ, first " in report.failures[0]
+    pair.assert_equal()
