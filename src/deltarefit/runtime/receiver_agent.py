@@ -244,13 +244,14 @@ class Receiver:
         with self._gate.serving(timeout_s):
             yield
 
-    def wait_joined(self, timeout_s: float) -> None:
-        """Return once the receiver is ready for refits.
+    def wait_joined(self, timeout_s: float | None = None) -> None:
+        """Return once the receiver is ready for refits; waits ``join_timeout_s`` of the settings unless told otherwise.
 
         Raises:
             RejectedError: the engine cannot take this model; the text names tensor and reason.
             DeadlineError: no trainer opened the run in time.
         """
+        timeout_s = self.settings.join_timeout_s if timeout_s is None else timeout_s
         deadline = Deadline(self._clock, timeout_s)
         while not self._standing.is_joined:
             if self._standing.failure is not None:

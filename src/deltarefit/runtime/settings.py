@@ -24,6 +24,7 @@ from deltarefit.checked import (
     shown,
 )
 from deltarefit.errors import RejectedError
+from deltarefit.transport import MAX_PAYLOAD_NBYTES
 from deltarefit.units import parse_nbytes
 
 __all__ = ["ObservationSettings", "PublisherSettings", "ReceiverAgentSettings", "RelayServiceSettings"]
@@ -229,7 +230,7 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     """The rollout side."""
 
     join_timeout_s: Seconds = 600.0
-    """Without effect so far: a receiver waits for its run without end. See ``Receiver.wait_joined``."""
+    """How long ``Receiver.wait_joined`` waits unless told otherwise. The receiver itself waits for its run without end."""
     lease_s: _Lease = 10.0
     """A receiver that could not show a sign of life for so long stops by itself. Never longer than the publisher's, which is
     checked; give it the same."""
@@ -237,8 +238,9 @@ class ReceiverAgentSettings(ObservationSettings, frozen=True, forbid_unknown_fie
     """Longest pause of the receiver's loop while it has nothing to do."""
     request_timeout_s: Seconds = 60.0
     """How long running requests may keep the request gate from closing; then the attempt fails."""
-    max_payload_nbytes: SomeNbytes = 8 * 2**30
-    """Without effect so far."""
+    max_payload_nbytes: Annotated[int, Range(1, MAX_PAYLOAD_NBYTES)] = 8 * 2**30
+    """Larger payloads are refused before anything of them is fetched or room is made for them, and the attempt fails. A payload
+    exceeds the trainer's ``bucket_nbytes`` by one part of a tensor at most."""
     shared_directory: str = "/dev/shm"
     """Where the engines of a node share downloads, and where its relay keeps payloads; the same for all of them. Empty: nothing
     is shared."""

@@ -14,7 +14,7 @@ from deltarefit.runtime.events import EventLog
 from deltarefit.runtime.feeds import Feed, ManifestFeed, RelayFeed
 from deltarefit.runtime.node_share import NodeShare, open_node_share
 from deltarefit.runtime.settings import ReceiverAgentSettings
-from deltarefit.transport import MailboxSettings, NodeCache, ObjectStoreSource, PayloadSource, RunStore
+from deltarefit.transport import BoundedSource, MailboxSettings, NodeCache, ObjectStoreSource, PayloadSource, RunStore
 from deltarefit.transport.relay import RelaySource
 
 __all__ = [
@@ -52,6 +52,7 @@ class ReceiverFeeds:
         log: EventLog,
         clock: Clock,
         max_shared_nbytes: int,
+        max_payload_nbytes: int,
     ) -> None:
         self._receiver = receiver
         self._store = store
@@ -63,6 +64,8 @@ class ReceiverFeeds:
         if share is not None and max_shared_nbytes and store.directory is None and not store.url.startswith("memory:"):
             self._cache = NodeCache(self._source, share.payloads, clock=clock, max_nbytes=max_shared_nbytes)
             self._source = self._cache
+        self._source = BoundedSource(self._source, max_payload_nbytes)
+        self._max_payload_nbytes = max_payload_nbytes
         self._relay: RelaySource | None = None
 
     @property
@@ -89,7 +92,9 @@ class ReceiverFeeds:
                 "relay; set shared_directory, the same for both"
             )
         if self._relay is None:
-            self._relay = RelaySource(self._share.relay, str(self._receiver), clock=self._clock)
+            self._relay = RelaySource(
+                self._share.relay, str(self._receiver), clock=self._clock, max_nbytes=self._max_payload_nbytes
+            )
         return RelayFeed(self._relay, attempt, owners)
 
     def forget(self, attempt: AttemptId) -> None:
@@ -111,7 +116,15 @@ def receiver_feeds(
 ) -> ReceiverFeeds:
     """What a receiver's settings say about where payloads come from."""
     share = open_node_share(settings.shared_directory, store.url, ids)
-    return ReceiverFeeds(receiver, store=store, share=share, log=log, clock=clock, max_shared_nbytes=settings.shared_nbytes)
+    return ReceiverFeeds(
+        receiver,
+        store=store,
+        share=share,
+        log=log,
+        clock=clock,
+        max_shared_nbytes=settings.shared_nbytes,
+        max_payload_nbytes=settings.max_payload_nbytes,
+    )
 
 
 def reception_settings(settings: ReceiverAgentSettings) -> ReceptionSettings:

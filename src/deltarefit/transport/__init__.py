@@ -7,6 +7,7 @@ and ``ids`` only, plus obstore and msgspec. Bytes lie or travel by object store,
 
 from deltarefit.transport.base import (
     MAX_PAYLOAD_NBYTES,
+    BoundedSource,
     Clock,
     PayloadEntry,
     PayloadSender,
@@ -36,6 +37,7 @@ __all__ = [
     "Beacon",
     "BeaconReading",
     "BeaconWatch",
+    "BoundedSource",
     "Clock",
     "LimitedSender",
     "LoggingSender",

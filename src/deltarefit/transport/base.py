@@ -12,16 +12,18 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from deltarefit.errors import PayloadInvalidError
+from deltarefit.errors import PayloadInvalidError, RejectedError
 from deltarefit.ids import AttemptId, OwnerId, PayloadId
 
 __all__ = [
     "MAX_PAYLOAD_NBYTES",
+    "BoundedSource",
     "Clock",
     "PayloadEntry",
     "PayloadSender",
     "PayloadSource",
     "check_payload",
+    "check_size",
     "payload_digest",
 ]
 
@@ -118,6 +120,28 @@ class PayloadSource(Protocol):
             TransportError: it could not be carried; may pass when the call is repeated.
         """
         ...
+
+
+class BoundedSource:
+    """A ``PayloadSource`` around another that refuses larger payloads before anything of them is read or allocated."""
+
+    def __init__(self, inner: PayloadSource, max_nbytes: int) -> None:
+        self._inner = inner
+        self._max_nbytes = max_nbytes
+
+    def fetch(self, payload_id: PayloadId, *, nbytes: int, digest: str) -> bytes:
+        """See ``PayloadSource``."""
+        check_size(payload_id, nbytes, self._max_nbytes)
+        return self._inner.fetch(payload_id, nbytes=nbytes, digest=digest)
+
+
+def check_size(payload_id: PayloadId, nbytes: int, max_nbytes: int) -> None:
+    """Raise ``RejectedError`` if so large a payload is not taken."""
+    if nbytes > max_nbytes:
+        raise RejectedError(
+            f"{payload_id}: expected at most {max_nbytes} bytes (max_payload_nbytes), {nbytes} are announced; nothing was "
+            "read. Raise max_payload_nbytes at this receiver, or lower bucket_nbytes at the trainer"
+        )
 
 
 def payload_digest(data: bytes | memoryview) -> str:

@@ -11,7 +11,7 @@ from typing import Self
 from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RejectedError, TransportError
 from deltarefit.ids import AttemptId, PayloadId
 from deltarefit.transport import keys
-from deltarefit.transport.base import Clock, check_payload
+from deltarefit.transport.base import MAX_PAYLOAD_NBYTES, Clock, check_payload, check_size
 from deltarefit.transport.relay.shelf import payload_path, readers_directory, taken_path, wanted_path
 
 __all__ = ["RelaySource"]
@@ -27,8 +27,12 @@ class RelaySource:
     be gone, so a second fetch may find it missing.
     """
 
-    def __init__(self, directory: Path, reader: str, *, clock: Clock, wait_s: float = 60.0) -> None:
+    def __init__(
+        self, directory: Path, reader: str, *, clock: Clock, wait_s: float = 60.0, max_nbytes: int = MAX_PAYLOAD_NBYTES
+    ) -> None:
         """Read from a relay's ``directory`` as engine ``reader``, waiting at most ``wait_s`` for each payload.
+
+        Payloads of more than ``max_nbytes`` are refused with RejectedError before anything of them is read.
 
         Raises:
             RejectedError: another engine of that name is at work, or the directory cannot be used.
@@ -37,6 +41,7 @@ class RelaySource:
         self._reader = reader
         self._clock = clock
         self._wait_s = wait_s
+        self._max_nbytes = max_nbytes
         folder = readers_directory(directory)
         path = folder / Path(keys.member(reader)).name
         try:
@@ -133,6 +138,7 @@ class RelaySource:
                     folder.rmdir()  # only if nothing else is there
 
     def _read(self, path: Path, payload_id: PayloadId, nbytes: int) -> bytes | None:
+        check_size(payload_id, nbytes, self._max_nbytes)
         try:
             with path.open("rb") as file:
                 found = os.fstat(file.fileno()).st_size
