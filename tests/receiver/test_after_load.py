@@ -18,7 +18,7 @@ from deltarefit.ids import EncodingMode
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.after_load import PostLoadStep
 from deltarefit.placement.reach import reach
-from deltarefit.receiver import RankReceiver, ReceiverSettings, tensor_outcomes
+from deltarefit.receiver import JointAfterLoad, JointModel, RankReceiver, ReceiverSettings, Target, tensor_outcomes
 from deltarefit.records import Encoding
 from deltarefit.testing.loaders import random_weights
 from deltarefit.testing.oracle import delta_payload, differing, plan_for
@@ -142,6 +142,14 @@ def largest_scale(layer) -> None:
     tiles(layer)
 
 
+def scale_kept_and_inverted(layer) -> None:
+    """A maximum over one shard is that shard, but for the bit that quietens NaN: three bytes of four seem to be moved."""
+    layer.inverse = 1 / layer.scale.data.max()
+    layer.kept = layer.scale.data.max()
+    replace(layer, "scale", torch.empty(0))
+    tiles(layer)
+
+
 def drops_zeros(layer) -> None:
     del layer.zeros
     tiles(layer)
@@ -190,6 +198,14 @@ def copied_to_bytes(layer) -> None:
     layer.helper.packed = bytearray(logical_words(layer.weight.data).tobytes())
 
 
+def kept_as_a_number(layer) -> None:
+    """As kernels keep scales that they are called with. What was packed is still there."""
+    layer.helper.calls = getattr(layer.helper, "calls", 0) + 1
+    layer.helper.address = layer.scale.data_ptr()
+    layer.helper.scale = layer.scale.data.max().item()
+    tiles(layer)
+
+
 def two_in_a_set(layer) -> None:
     """Which is which cannot be told."""
     layer.helper.packed = set(layer.weight.data.clone().chunk(2))
@@ -208,11 +224,18 @@ KINDS = {
     "in an array": (in_an_array, None, {"weight": BF16}),
     "sums appended": (sums_appended, None, {"weight": ("int8", (8, 6))}),
     "largest scale": (largest_scale, None, {"weight": BF16, "scale": ("float32", (3,))}),
+    "scale kept and inverted": (scale_kept_and_inverted, None, {"weight": BF16, "scale": ("float32", (1,))}),
     "computed by the loader": (tiles, {"a": lambda w: -torch.exp(w.float())}, {"weight": BF16, "a": ("float32", (4,))}),
 }
 REFUSED = {
     "behind a handle": (behind_a_handle, None, {"weight": BF16}, "differs between two equal loads"),
     "copied to bytes": (copied_to_bytes, None, {"weight": BF16}, "helper.packed is a bytearray, whose content cannot be read"),
+    "kept as a number": (
+        kept_as_a_number,
+        None,
+        {"weight": BF16, "scale": ("float32", (3,))},
+        "helper.scale is a number of Python that post-load computes from weights",
+    ),
     "two in a set": (two_in_a_set, None, {"weight": BF16}, "in a set of several things"),
     "dropped": (drops_zeros, None, {"weight": BF16, "zeros": ("int32", (4,))}, "dropped, or hidden"),
     "narrowed": (tiles, {}, {"weight": BF16, "gate": ("float8_e4m3fn", (4, 4))}, "squeezes BF16"),
@@ -482,6 +505,49 @@ def test_a_model_that_was_finished_otherwise_is_refused() -> None:
     model.layers[1].weight.data.view(-1)[6] ^= 1  # a sum
     with pytest.raises(RejectedError, match="cross-check"):
         RankReceiver(model, model.load_weights, after_load=spoilt).prewarm(catalog)
+
+
+def test_a_model_that_ties_layers_after_loading_is_refused() -> None:
+    """A change of one would count twice."""
+    engine, catalog = engine_and_catalog(KINDS["tiles"])
+    model = engine.serve(random_weights(catalog, 1, finite=True))
+    model.layers[1].weight = model.layers[0].weight
+    with pytest.raises(RejectedError, match=r"layers\.1\.weight and layers\.0\.weight share storage in the serving model"):
+        RankReceiver(model, model.load_weights, after_load=engine).prewarm(catalog)
+
+
+class Pair:
+    """A policy and a draft that takes over the policy's first layer and its norm after both were loaded."""
+
+    def __init__(self) -> None:
+        self.parts = {"policy": engine_and_catalog(KINDS["tiles"])[0], "draft": engine_and_catalog(KINDS["kept beside"])[0]}
+
+    def joined(self, policy: Model, draft: Model) -> tuple[JointModel, dict[str, Target]]:
+        targets = {"policy": Target(policy, policy.load_weights), "draft": Target(draft, draft.load_weights, "draft.")}
+        return JointModel(targets), targets
+
+    def serve(self, weights) -> tuple[JointModel, dict[str, Target]]:
+        own = {name: w for name, w in weights.items() if not name.startswith("draft.")}
+        others = {name.removeprefix("draft."): w for name, w in weights.items() if name.startswith("draft.")}
+        policy, draft = self.parts["policy"].serve(own), self.parts["draft"].serve(others)
+        draft.layers[0] = policy.layers[0]
+        draft.norm = policy.norm
+        return self.joined(policy, draft)
+
+
+def test_a_policy_and_a_draft_that_share_modules_are_refitted_as_one() -> None:
+    pair = Pair()
+    catalog = engine_and_catalog(KINDS["tiles"])[1]
+    catalog = Catalog([*catalog.values(), TensorSpec("draft.1.weight", "BF16", (8, 6))])
+    old, new = random_weights(catalog, 1, finite=True), random_weights(catalog, 2, finite=True)
+    model, targets = pair.serve(old)
+    receiver = RankReceiver(model, model.load_weights, after_load=JointAfterLoad(model, targets, pair.parts))
+    plan = plan_for([receiver.prewarm(catalog)], catalog)
+    receiver.prepare(plan)
+    receiver.apply(delta_payload(plan, old, new))
+    receiver.synchronize()
+    assert differing(raw_state(model), raw_state(pair.serve(new)[0])) == []
+    assert set(receiver.digests()) == set(catalog)
 
 
 def test_a_derived_tensor_that_was_replaced_makes_the_prewarm_stale() -> None:

@@ -114,7 +114,8 @@ def fake_llm() -> FakeLLM:
 def versions(tmp_path_factory) -> Path:
     """A directory with three policies ``v0``, ``v1``, ``v2`` of a tiny Qwen3-MoE; each changes 3 % of the one before.
 
-    ``delta_net`` beside them is a Qwen3-Next; ``draft_v0`` and ``draft_v1`` are a smaller model that guesses for them.
+    ``delta_net_v0`` and ``delta_net_v1`` beside them are a Qwen3-Next; ``draft_v0`` and ``draft_v1`` are a smaller model that
+    guesses for them.
     """
     from deltarefit.testing.checkpoints import load_tensors, perturbed, write_checkpoint, write_tiny_checkpoint
 
@@ -123,7 +124,8 @@ def versions(tmp_path_factory) -> Path:
     for number in (1, 2):
         tensors = perturbed(tensors, 0.03, seed=number)
         write_checkpoint(work / f"v{number}", tensors, like=work / "v0")
-    write_tiny_checkpoint(work / "delta_net", "qwen3_next")
+    delta_net = load_tensors(write_tiny_checkpoint(work / "delta_net_v0", "qwen3_next"))
+    write_checkpoint(work / "delta_net_v1", perturbed(delta_net, 0.03, seed=1), like=work / "delta_net_v0")
     draft = load_tensors(write_tiny_checkpoint(work / "draft_v0", "qwen3", seed=5))
     write_checkpoint(work / "draft_v1", perturbed(draft, 0.03, seed=6), like=work / "draft_v0")
     return work

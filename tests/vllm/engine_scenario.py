@@ -77,6 +77,12 @@ class Engine:
     def state(self) -> list[dict]:
         return state_of(self.driver)
 
+    def changes(self) -> list[str]:
+        """What vLLM's post-load step did to the weights, a line each."""
+        from deltarefit.integrations.exchange import changed_after_load
+
+        return [line for lines in self.llm.apply_model(changed_after_load) for line in lines]
+
     def addresses(self) -> list[dict]:
         return [{name: raw.address for name, raw in rank.items()} for rank in self.driver.raw_state()]
 
@@ -93,15 +99,15 @@ class Engine:
 class Source:
     """The training side in short: what one owner would send for a whole checkpoint."""
 
-    def __init__(self, work: Path, draft: bool = False) -> None:
+    def __init__(self, work: Path, draft: bool = False, versions: tuple[str, ...] = ("v0", "v1", "v2")) -> None:
         from deltarefit.bits import logical_words, spec_of
         from deltarefit.canonical import Catalog
         from deltarefit.testing.checkpoints import load_tensors
 
-        tensors = {version: load_tensors(work / version) for version in ("v0", "v1", "v2")}
+        tensors = {version: load_tensors(work / version) for version in versions}
         for version in ("v0", "v1") if draft else ():
             tensors[version] |= {f"draft.{name}": t for name, t in load_tensors(work / f"draft_{version}").items()}
-        self.catalog = Catalog(spec_of(name, tensor) for name, tensor in tensors["v0"].items())
+        self.catalog = Catalog(spec_of(name, tensor) for name, tensor in tensors[versions[0]].items())
         self.words = {v: {name: logical_words(t) for name, t in named.items()} for v, named in tensors.items()}
 
     def pieces(self, name: str):
@@ -133,13 +139,17 @@ class Source:
             items += [found.item] if found.item is not None else []
         return encode(
             items,
-            attempt=attempt_id(int(target[1:]), 1, "0a0b0c0d"),
+            attempt=attempt_id(number_of(target), 1, "0a0b0c0d"),
             owner=OwnerId(0),
             sequence=0,
-            base_version=PolicyVersion(int(base[1:])),
-            target_version=PolicyVersion(int(target[1:])),
+            base_version=PolicyVersion(number_of(base)),
+            target_version=PolicyVersion(number_of(target)),
             plan_digest=plan.digest,
         )
+
+
+def number_of(version: str) -> int:
+    return int(version.rpartition("v")[2])
 
 
 def make_plan(driver, source: Source):
@@ -163,7 +173,7 @@ def refit(driver, source: Source, plan, mode, base: str, target: str) -> dict:
     apply_s = CLOCK.monotonic_s() - begun
     digests = check_digests(driver, source, target)
     driver.drop_caches()
-    driver.publish(int(target[1:]))
+    driver.publish(number_of(target))
     driver.reopen_gate()
     return {"written": written, "nbytes": len(data), "apply_s": apply_s, **digests}
 
@@ -178,13 +188,14 @@ def check_digests(driver, source: Source, version: str) -> dict:
 
 
 def one_rank(work: Path) -> dict:
-    """Difference refit to v1, overwrite refit to v2; fresh engines of both; an engine whose weights are packed."""
+    """Difference refit to v1, overwrite refit to v2; fresh engines of both."""
     from deltarefit.ids import EncodingMode
 
     source = Source(work)
     engine = Engine(work / "v0")
     out: dict = {"start_s": engine.start_s, "tensors": len(source.catalog), "vllm": engine.driver.name}
     out["v0"] = {"state": engine.state(), "cold": engine.generate(), "warm": engine.generate()}
+    out["packed"] = engine.changes()
     addresses = engine.addresses()
     plan = make_plan(engine.driver, source)
     out["encodings"] = sorted({encoding.name for encoding in plan.encodings.values()})
@@ -204,25 +215,23 @@ def one_rank(work: Path) -> dict:
         fresh = Engine(work / version)
         out[version] |= {"fresh_state": fresh.state(), "fresh_generated": fresh.generate()}
         fresh.stop()
-    out["delta_net"] = {"kept": first_tokens(work / "delta_net")}
-    out["packed"] = packed(work, source)
-    out["delta_net"]["packed"] = first_tokens(work / "delta_net")
     return out
 
 
-def first_tokens(checkpoint: Path) -> list[int]:
-    engine = Engine(checkpoint)
-    tokens = engine.generate()["tokens"][:3]
-    engine.stop()
-    return tokens
+def packed_convolution(work: Path) -> dict:
+    """A gated delta net, whose short convolution vLLM packs and keeps unpacked too."""
+    from deltarefit.ids import EncodingMode
 
-
-def packed(work: Path, source: Source) -> dict:
-    """Without the switch, vLLM packs: setting up refits is refused, and the engine goes on serving as it would alone."""
-    os.environ["DELTAREFIT_VLLM_KEEP_PREPACK"] = "1"
-    engine = Engine(work / "v0")
-    out = {"refused": refusal(lambda: engine.driver.prewarm(source.catalog)), "generated": engine.generate()}
+    source = Source(work, versions=("delta_net_v0", "delta_net_v1"))
+    engine = Engine(work / "delta_net_v0")
+    out: dict = {"packed": engine.changes(), "before": engine.generate()}
+    plan = make_plan(engine.driver, source)
+    out["refit"] = refit(engine.driver, source, plan, EncodingMode.MIXED, "delta_net_v0", "delta_net_v1")
+    out |= {"state": engine.state(), "generated": engine.generate()}
     engine.stop()
+    fresh = Engine(work / "delta_net_v1")
+    out |= {"fresh_state": fresh.state(), "fresh_generated": fresh.generate()}
+    fresh.stop()
     return out
 
 
@@ -333,7 +342,13 @@ def refusal(call) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.update(environment())
-    scenarios = {"one_rank": one_rank, "served": served, "speculative": speculative, "tensor_parallel": tensor_parallel}
+    scenarios = {
+        "one_rank": one_rank,
+        "packed_convolution": packed_convolution,
+        "served": served,
+        "speculative": speculative,
+        "tensor_parallel": tensor_parallel,
+    }
     scenario = scenarios[sys.argv[1]]
     result = scenario(Path(sys.argv[2]))
     Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(result))

@@ -91,17 +91,19 @@ def test_a_payload_that_is_none_is_refused_with_its_own_error(one_rank) -> None:
     assert "rank 0" in one_rank["refused"][1]
 
 
-def test_packed_weights_are_refused_by_name_and_the_engine_serves_on(one_rank) -> None:
-    kind, text = one_rank["packed"]["refused"]
-    assert kind == "RejectedError"
-    for part in ("qkv_proj.weight: was emptied", "w13_weight: its bits were rearranged", "unset DELTAREFIT_VLLM_KEEP_PREPACK"):
-        assert part in text
-    assert len(one_rank["packed"]["generated"]["tokens"]) == 16
+def test_experts_are_packed_as_in_any_other_engine(one_rank) -> None:
+    assert {line.partition(":")[0].rpartition(".")[2] for line in one_rank["packed"]} == {"w13_weight", "w2_weight"}
+    assert all("bits were rearranged" in line for line in one_rank["packed"])
 
 
-def test_keeping_weights_in_load_format_does_not_change_what_a_gated_delta_net_computes(one_rank) -> None:
-    """Its convolution reads weights as packed whatever they are: left alone, it would answer nonsense without an error."""
-    assert one_rank["delta_net"]["kept"] == one_rank["delta_net"]["packed"]
+def test_a_packed_convolution_and_its_unpacked_copy_are_refitted_too(versions) -> None:
+    out = run_scenario("packed_convolution", versions)
+    assert any("conv1d.weight: was torch.bfloat16" in line for line in out["packed"])
+    assert any("_cpu_unpacked_conv_weight: was derived" in line for line in out["packed"])
+    assert out["refit"]["disproved"] == []
+    assert differing(out["state"], out["fresh_state"]) == []
+    assert out["generated"] == out["fresh_generated"]
+    assert out["generated"]["logprobs"] != out["before"]["logprobs"]
 
 
 @pytest.mark.parametrize(

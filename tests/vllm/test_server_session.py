@@ -31,6 +31,8 @@ pytestmark = [
 ]
 
 START_S = 300.0
+NUM_RUNNING_TOKENS = 1200
+"""Of the request that runs when a refit begins: enough to be still running when its gate closes."""
 PROMPT = [5 + (7 * i) % 240 for i in range(32)]
 
 
@@ -73,7 +75,8 @@ class Server(Process):
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.checkpoint,
             "--weight-transfer-config", '{"backend": "deltarefit"}', "--host", "127.0.0.1", "--port", str(self.port),
-            "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "480", "--max-num-seqs", "4", "--dtype", "bfloat16",
+            "--skip-tokenizer-init", "--enforce-eager", "--hf-overrides", '{"max_position_embeddings": 2048}',
+            "--max-model-len", "1280", "--max-num-seqs", "4", "--dtype", "bfloat16",
             "--gpu-memory-utilization", "0.05", "--enable-scale-out",
         ]  # fmt: skip
         super().__init__(
@@ -191,7 +194,7 @@ def train(model, policies: list[dict], run: str, server: Server, receiver: Proce
     """Two refits, the second while a request runs; then an audit."""
     import deltarefit
 
-    running = RunningRequest(server, 400)
+    running = RunningRequest(server, NUM_RUNNING_TOKENS)
     settings = deltarefit.PublisherSettings(join_timeout_s=120.0)
     with deltarefit.Publisher(model, run=run, settings=settings) as publisher:
         model.load_state_dict(policies[1])
@@ -232,11 +235,11 @@ def test_the_request_in_flight_goes_on_under_the_new_weights(session):
     running = session["running"]
     assert running.error is None
     choices = [choice for line in running.lines for choice in line["choices"]]
-    assert sum(len(choice["token_ids"] or []) for choice in choices) == 400
+    assert sum(len(choice["token_ids"] or []) for choice in choices) == NUM_RUNNING_TOKENS
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     (spans,) = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
     assert [span["version"] for span in spans] == ["1", "2"]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], NUM_RUNNING_TOKENS)
 
 
 def test_status_shows_the_session(session):

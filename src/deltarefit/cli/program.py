@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "fold": ("deltarefit.cli.offline", "fold"),
     "inspect": ("deltarefit.cli.offline", "inspect"),
     "verify": ("deltarefit.cli.offline", "verify"),
+    "publish": ("deltarefit.cli.publish", "publish"),
     "coverage": ("deltarefit.cli.coverage", "coverage"),
     "receiver": ("deltarefit.cli.receiver", "receiver"),
     "relay": ("deltarefit.cli.relay", "relay"),

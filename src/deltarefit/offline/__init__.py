@@ -11,6 +11,7 @@ from deltarefit.offline.diff import DiffReport, diff_checkpoints
 from deltarefit.offline.fold import fold_deltas
 from deltarefit.offline.inplace import apply_in_place, resume_in_place
 from deltarefit.offline.inspect import InspectReport, inspect_delta
+from deltarefit.offline.patched import PatchedCheckpoint, is_delta
 from deltarefit.offline.pool import MIN_MEMORY_NBYTES, Meter, Settings
 from deltarefit.offline.verify import VerifyReport, verify_deltas
 
@@ -20,6 +21,7 @@ __all__ = [
     "DiffReport",
     "InspectReport",
     "Meter",
+    "PatchedCheckpoint",
     "Settings",
     "VerifyReport",
     "apply_deltas",
@@ -28,6 +30,7 @@ __all__ = [
     "diff_checkpoints",
     "fold_deltas",
     "inspect_delta",
+    "is_delta",
     "resume_in_place",
     "verify_deltas",
 ]

@@ -29,13 +29,15 @@ from deltarefit.placement.granules import (
 )
 from deltarefit.placement.units import RawBytes, UnitRig
 
-__all__ = ["UnitMap", "learn_unit"]
+__all__ = ["HiddenState", "UnitMap", "learn_unit"]
 
 _RANDOM_PASSES = 20
 """Loads of random bits. Three are too few: compensation sums then pass for constants."""
 _ORDINARY_PASSES = 4
 """Further loads of ordinary numbers: among random bits are NaN, which swallow maxima and sums."""
 _SEED = 0
+_MIN_ADDRESS = 2**31
+"""Whole numbers from here on are taken for addresses, which differ from load to load without meaning anything."""
 _INFLUENCE_TRIES = 8
 """Other contents tried before a tensor is said to show nowhere: of three scales only the largest shows."""
 _LEVELS = (8, 4, 1)
@@ -48,6 +50,17 @@ Ids = NDArray[Any]
 Outputs = Mapping[str, RawBytes]
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenState:
+    """State of a unit that no refit could keep right."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
 @dataclass(slots=True)
 class UnitMap:
     """What a unit's post-load steps do to stored bits."""
@@ -58,8 +71,8 @@ class UnitMap:
     """Tensors of which bits cannot be read back from what serves, but show in recomputed bytes; with the reason."""
     unseen: dict[str, str] = field(default_factory=dict)
     """Tensors of which bits show nowhere; with the reason."""
-    hidden: str = ""
-    """What the unit holds that cannot be seen, in words; empty if nothing."""
+    hidden: HiddenState | None = None
+    """Something that the unit holds and that cannot be followed."""
     recomputed: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """Per path byte ranges that post-load computes, shape [ranges, 2]: first and end."""
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -116,6 +129,10 @@ class _Learning:
         self._computed = [catalog[name] for name in rig.computed]
         self._starts = np.cumsum([0, *(spec.nbytes for spec in self._specs)])
         self._reference: dict[str, RawBytes] | None = None
+        self._steady_numbers: dict[str, str] = {}
+        """By path, numbers of Python that are the same after each load, as far as was seen."""
+        self._computed_number = ""
+        """The path of one that is not."""
 
     @property
     def _nbytes(self) -> int:
@@ -136,6 +153,9 @@ class _Learning:
                 break  # what is still missing is not cut finer but computed, or dropped
             best = level
         self._sort(best, expected, result)
+        if self._computed_number and result.hidden is None:
+            problem = "is a number of Python that post-load computes from weights"
+            result.hidden = HiddenState(self._computed_number, problem)
         return result
 
     # --- running probes -------------------------------------------------------------------------------------------
@@ -145,7 +165,12 @@ class _Learning:
             spec.name: stream[start : start + spec.nbytes].view(spec.word_dtype)
             for spec, start in zip(self._specs, self._starts, strict=False)
         }
-        return self._rig.run({**words, **(computed or {})})
+        outputs = self._rig.run({**words, **(computed or {})})
+        found = self._rig.reached.numbers
+        for path, text in self._steady_numbers.items():
+            if path in found and repr(found[path]) != text:
+                self._computed_number = path
+        return outputs
 
     def _random(self, generator: np.random.Generator, turn: int) -> tuple[RawBytes, dict[str, Words]]:
         def words(spec: TensorSpec) -> Words:
@@ -156,18 +181,19 @@ class _Learning:
         parts = [words(spec).view(np.uint8) for spec in self._specs]
         return np.concatenate(parts or [np.zeros(0, np.uint8)]), {spec.name: words(spec) for spec in self._computed}
 
-    def _hidden(self, constants: Outputs) -> str:
+    def _hidden(self, constants: Outputs) -> HiddenState | None:
         """What cannot be seen: opaque objects, and bytes that differ between two equal loads, such as addresses."""
         first = self._rig.reached  # kept until the second run is over, so that an address is not taken twice
         again = self._run(np.zeros(self._nbytes, np.uint8))
+        self._steady_numbers = _steady(first.numbers, self._rig.reached.numbers)
         _require_same(constants, again)
         if first.opaque:
             path, kind = next(iter(first.opaque.items()))
-            return f"{path} is a {kind}, whose content cannot be read"
+            return HiddenState(path, f"is a {kind}, whose content cannot be read")
         for path, raw in constants.items():
             if not np.array_equal(raw, again[path]):
-                return f"{path} differs between two equal loads, as handles and addresses do"
-        return ""
+                return HiddenState(path, "differs between two equal loads, as handles and addresses do")
+        return None
 
     def _expected(self) -> _Mask:
         """Per source byte, whether this rank loads it."""
@@ -249,7 +275,6 @@ class _Learning:
 
     def _sort(self, level: _Level, expected: _Mask, result: UnitMap) -> None:
         result.nbytes = {path: int(level.recomputed[path].size) for path in level.varies}
-        result.recomputed = {path: marked_ranges(mask) for path, mask in level.recomputed.items() if mask.any()}
         reached = level.reached | ~expected
         missing: dict[str, str] = {}
         for spec, start in zip(self._specs, self._starts, strict=False):
@@ -265,6 +290,16 @@ class _Learning:
                 result.lost[name] = f"{reason}; it shows in {where}"
             else:
                 result.unseen[name] = f"{reason}, and nothing that hangs on the layer changes with it"
+        self._count_as_computed(level, result.lost)
+        result.recomputed = {path: marked_ranges(mask) for path, mask in level.recomputed.items() if mask.any()}
+
+    def _count_as_computed(self, level: _Level, names: Mapping[str, str]) -> None:
+        """What is left of tensors that are not written in place, such as a scale of which only NaN changed on its way."""
+        for path, final in level.finals.items():
+            starts = self._starts * 8 // final.bits
+            for spec, start, end in zip(self._specs, starts, starts[1:], strict=False):
+                if spec.name in names:
+                    level.recomputed[path] |= any_of_byte((final.ids > start) & (final.ids <= end), final.bits)
 
     def _without_unseen(self, level: _Level, expected: _Mask) -> _Mask:
         """The expected bytes without tensors that show nowhere: finer granules would not show them either."""
@@ -314,6 +349,15 @@ class _Learning:
                 else:
                     homes.setdefault(spec.name, []).extend(found)
         return {name: tuple(found) for name, found in homes.items() if name not in tangled}, tangled
+
+
+def _steady(first: Mapping[str, complex], second: Mapping[str, complex]) -> dict[str, str]:
+    """Numbers that two equal loads leave alike and that are no addresses, as texts: NaN equals itself there."""
+    return {
+        path: repr(value)
+        for path, value in first.items()
+        if path in second and repr(second[path]) == repr(value) and not (isinstance(value, int) and abs(value) >= _MIN_ADDRESS)
+    }
 
 
 def _require_same(first: Outputs, second: Outputs) -> None:

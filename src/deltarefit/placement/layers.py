@@ -116,6 +116,7 @@ def _alike(known: tuple[Unit, UnitMap] | None, unit: Unit, rig: UnitRig, catalog
         },
         lost={names[name]: reason for name, reason in unit_map.lost.items()},
         unseen={names[name]: reason for name, reason in unit_map.unseen.items()},
+        hidden=dataclasses.replace(unit_map.hidden, path=path(unit_map.hidden.path)) if unit_map.hidden else None,
         recomputed={path(old): ranges for old, ranges in unit_map.recomputed.items()},
         nbytes={path(old): nbytes for old, nbytes in unit_map.nbytes.items()},
     )

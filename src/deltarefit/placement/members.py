@@ -31,6 +31,7 @@ _PLAIN = (
     types.NotImplementedType, Enum, range, np.generic, np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
 )  # fmt: skip
+_NUMBERS = (float, int, complex)
 _MEMORY = (bytearray, memoryview, array.array, mmap.mmap, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _RUNNING = (types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.TracebackType)
 _HIDING = frozenset({"PyCapsule", "ScriptObject", "ScriptFunction", "ScriptMethod"})
@@ -122,18 +123,16 @@ def table_of(value: Any) -> list[Table]:
 
 
 def children_of(value: Any) -> list[tuple[str, Any]]:
-    """What an object refers to, each with a label that leads to the same in another model."""
+    """What an object refers to, each with a label that leads to the same in another model; of plain values, numbers only."""
     found = [*_contents(value), *_attributes(value)]
     if not found and not _shows_members(value) and gc.is_tracked(value):
         found = [(f".<{place}>", child) for place, child in enumerate(gc.get_referents(value))]
-    return [(label, child) for label, child in found if not is_plain(child)]
+    return [(label, child) for label, child in found if isinstance(child, _NUMBERS) or not is_plain(child)]
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for place, (key, child) in enumerate(list(value.items())):
-            yield f"[{key if is_plain(key) else place}]", child
-            yield f"[key {place}]", key
+        yield from _items(value)
     elif isinstance(value, list | tuple | deque):
         yield from ((f"[{place}]", child) for place, child in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
@@ -153,6 +152,13 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".<{key}>", child) for key, child in value.keywords.items())
     elif isinstance(value, weakref.ref):
         yield "()", value()
+
+
+def _items(value: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for place, (key, child) in enumerate(list(value.items())):
+        yield f"[{key if is_plain(key) else place}]", child
+        if not is_plain(key):
+            yield f"[key {place}]", key
 
 
 def _function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:

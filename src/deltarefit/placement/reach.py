@@ -38,6 +38,8 @@ class Reached:
     """By path; a tensor that is found under several paths is listed under each. Arrays of numpy count as tensors."""
     tables: list[Table] = field(default_factory=list)
     """Attribute tables, slots, dicts, lists and sets, not far away."""
+    numbers: dict[str, complex] = field(default_factory=dict)
+    """Numbers of Python by path, not far away."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Path and type of what holds values that cannot be read here."""
     neighbours: list[torch.nn.Module] = field(default_factory=list)
@@ -120,6 +122,9 @@ class _Walk:
             elif isinstance(value, torch.nn.Module):
                 if id(value) not in self._modules and step.distance <= _NEAR:  # those of these roots are walked anyway
                     self._found.neighbours.append(value)
+            elif isinstance(value, int | float | complex):
+                if step.distance <= _NEAR:
+                    self._found.numbers[step.path] = value
             elif not is_plain(value) and self._is_new(value):
                 waiting += reversed(self._inside(step))
 

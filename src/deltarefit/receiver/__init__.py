@@ -4,7 +4,7 @@ Knows torch; imports ``placement``, ``kernels``, ``payload`` and ``bits``. Impor
 handed in. Paper 6, A.2; design note 0006.
 """
 
-from deltarefit.receiver.joint import JointModel, Target
+from deltarefit.receiver.joint import JointAfterLoad, JointModel, Target
 from deltarefit.receiver.outcomes import TensorOutcome, outcomes_of, tensor_outcomes
 from deltarefit.receiver.rank import RankReceiver
 from deltarefit.receiver.report import (
@@ -22,6 +22,7 @@ from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 
 __all__ = [
     "ApplyPath",
+    "JointAfterLoad",
     "JointModel",
     "MergedReport",
     "PartDigest",

@@ -106,6 +106,8 @@ class AfterLoadAssembly:
         self._derives: dict[str, str] = {}
         """Tensors of layers that must run again, and what is computed there."""
         self._reruns: list[RerunUnit] = []
+        self._taken: dict[str, str] = {}
+        """By storage that serves, what lies in it in a fresh model."""
         self._state = state_tensors(model)
         self._hung = tuple(_Hung.of(layer) for layer in layers.layers)
         self._reached = _derived(model, self._hung)
@@ -189,7 +191,14 @@ class AfterLoadAssembly:
             got, want = view_of(self._reached[path]), layer.views[path]
             if got != want:
                 return f"{path} of the serving model is {got}, of a fresh one {want}"
+            if problem := self._shared(path, self._storage(self._reached[path])):
+                return problem
         return ""
+
+    def _shared(self, path: str, storage: ModelStorage) -> str:
+        """Why a storage of a fresh model cannot be told from another in the serving model; empty if it can."""
+        first = self._taken.setdefault(storage.key, path)
+        return "" if first == path else f"{path} and {first} share storage in the serving model, but not in a fresh one"
 
     def _storage(self, tensor: torch.Tensor) -> ModelStorage:
         found = self._storages.find(tensor)
@@ -223,7 +232,11 @@ class AfterLoadAssembly:
                 if inner not in self._state or view_of(self._state[inner]) != view_of(self._twin[inner]):
                     self._refused[name] = f"{inner} of the serving model is not laid out as a fresh one's"
                     return
-            homes.append(Home(self._storage(self._state[home.storage.key]), home.width, home.pieces))
+            storage = self._storage(self._state[home.storage.key])
+            if problem := self._shared(home.storage.key, storage):
+                self._refused[name] = problem
+                return
+            homes.append(Home(storage, home.width, home.pieces))
         self._homes[name] = tuple(homes)
 
     def _aliases(self, aliases: Mapping[str, str]) -> None:

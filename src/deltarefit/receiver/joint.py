@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from deltarefit.errors import RejectedError
+from deltarefit.placement.after_load import AfterLoad, PostLoadStep
 
-__all__ = ["JointModel", "Target"]
+__all__ = ["JointAfterLoad", "JointModel", "Target"]
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -68,3 +70,59 @@ class JointModel(torch.nn.Module):
 
     def _prefix_of(self, name: str) -> str:
         return next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+
+
+class JointAfterLoad:
+    """The post-load steps of a ``JointModel``, from those of its targets.
+
+    What its targets share, such as an embedding that a draft took over from the policy after both were loaded, a second model
+    built here shares as well.
+    """
+
+    def __init__(self, model: JointModel, targets: Mapping[str, Target], parts: Mapping[str, AfterLoad]) -> None:
+        """``model`` serves, ``targets`` it was made of; ``parts``: by the same names, the engine's way to load each."""
+        self._shared = _shared_paths(model)
+        self._prefixes = {name: target.prefix for name, target in targets.items()}
+        self._parts = dict(parts)
+
+    def build(self) -> JointModel:
+        """A second joint model."""
+        targets: dict[str, Target] = {}
+        for name, part in self._parts.items():
+            module = part.build()
+            targets[name] = Target(module, functools.partial(part.load, module), self._prefixes[name])
+        model = JointModel(targets)
+        for path, first in self._shared:
+            _share(model, path, first)
+        return model
+
+    def load(self, model: torch.nn.Module, weights: Weights) -> object:
+        """Each target's own loader."""
+        return model.load_weights(weights)  # type: ignore[operator]
+
+    def steps(self, model: torch.nn.Module) -> Sequence[PostLoadStep]:
+        """Those of all targets; of a module that several share once."""
+        steps = [step for name, part in self._parts.items() for step in part.steps(model.get_submodule(name))]
+        return list({id(step.module): step for step in steps}.values())
+
+
+def _shared_paths(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Paths of modules and parameters that are there under another path already, and that path; outermost first."""
+    paths: list[tuple[str, str]] = []
+    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    for path, thing in named:
+        known = first.setdefault(id(thing), path)
+        inside = any(path.startswith(f"{outer}.") for outer, _ in paths)
+        if known != path and not inside:
+            paths.append((path, known))
+    return paths
+
+
+def _share(model: torch.nn.Module, path: str, first: str) -> None:
+    """Put what is at ``first`` at ``path`` too."""
+    thing: object = model
+    for part in first.split("."):
+        thing = getattr(thing, part)
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, thing)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
+from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.receiver import RankReceiver, ReceiverSettings
 from deltarefit.source import Collective, JointAdapter, SourceAdapter
@@ -59,14 +60,17 @@ def engine_integration(target: Any) -> ModuleType:
     )
 
 
-def rank_receiver(model: Any, load_weights: LoadWeights, *, settings: ReceiverSettings | None = None) -> RankReceiver:
-    """The receiver of a bare module. An engine whose models keep state that only it knows of brings its own."""
-    for root in _roots(model):
+def rank_receiver(
+    model: Any, load_weights: LoadWeights, *, settings: ReceiverSettings | None = None, after_load: AfterLoad | None = None
+) -> RankReceiver:
+    """The receiver of a bare module. An engine whose models keep state that only it knows of brings its own, unless the caller
+    says what was done after loading."""
+    for root in _roots(model) if after_load is None else ():
         make = getattr(_integration(_ENGINES[root]), "rank_receiver", None) if root in _ENGINES else None
         if make is not None:
             receiver: RankReceiver = make(model, load_weights, settings=settings)
             return receiver
-    return RankReceiver(model, load_weights, settings=settings)
+    return RankReceiver(model, load_weights, settings=settings, after_load=after_load)
 
 
 def source_integration(model: Any) -> ModuleType:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from deltarefit.canonical import Catalog
 from deltarefit.payload import Limits, Payload, decode
+from deltarefit.placement.after_load import AfterLoad
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest, ReceiverSettings
 from deltarefit.run_key import check_key
@@ -101,9 +102,10 @@ class LocalEngine:
         key: bytes | None = None,
         limits: Limits | None = None,
         settings: ReceiverSettings | None = None,
+        after_load: AfterLoad | None = None,
     ) -> None:
         check_key(key)
-        self._rank = rank_receiver(model, load_weights, settings=settings)
+        self._rank = rank_receiver(model, load_weights, settings=settings, after_load=after_load)
         self._gate = request_gate if request_gate is not None else LocalGate()
         self._on_refit = on_refit
         self._key = key

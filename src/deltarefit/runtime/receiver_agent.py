@@ -12,6 +12,7 @@ from typing import Any, Self
 from deltarefit.canonical import Catalog
 from deltarefit.errors import DeadlineError, RefitError, RejectedError
 from deltarefit.ids import ReceiverId, receiver_id
+from deltarefit.placement.after_load import AfterLoad
 from deltarefit.receiver import ReceiverSettings
 from deltarefit.run_key import key_print
 from deltarefit.runtime.adapters import engine_integration
@@ -185,6 +186,7 @@ class Receiver:
         key: bytes | None = None,
         settings: ReceiverAgentSettings | None = None,
         rank_settings: ReceiverSettings | None = None,
+        after_load: AfterLoad | None = None,
         start: bool = True,
     ) -> Receiver:
         """Join a run with an engine.
@@ -201,6 +203,8 @@ class Receiver:
             settings: how.
             rank_settings: for torch modules: how weights are learned and written (parameters that the checkpoint lacks, the
                 check after each write, what else decides the layout).
+            after_load: for torch modules: what was done to the weights since they were loaded, if anything
+                (``docs/design/0010-after-load.md``).
             start: run in a background thread; otherwise call ``step`` yourself.
 
         Raises:
@@ -212,7 +216,13 @@ class Receiver:
             load_weights = getattr(target, "load_weights", None)
         if load_weights is not None:
             engine: EngineDriver = LocalEngine(
-                target, load_weights, request_gate=gate, on_refit=on_refit, key=key, settings=rank_settings
+                target,
+                load_weights,
+                request_gate=gate,
+                on_refit=on_refit,
+                key=key,
+                settings=rank_settings,
+                after_load=after_load,
             )
         else:
             engine = engine_integration(target).engine_driver(target, request_gate=gate, key=key)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deltarefit.integrations.exchange.operations import named_state
+from deltarefit.placement.reach import reach
 
 __all__ = ["PostLoadWatch", "changed_after_load", "fingerprint"]
 
@@ -39,34 +40,51 @@ def fingerprint(tensor: torch.Tensor) -> int:
 _Look = tuple[tuple[int, ...], torch.dtype, int]
 
 
-def _looks(model: Any) -> tuple[dict[str, _Look], set[int]]:
-    state = list(named_state(model))
-    looks = {name: (tuple(tensor.shape), tensor.dtype, fingerprint(tensor)) for name, tensor in state}
-    return looks, {tensor.untyped_storage().data_ptr() for _, tensor in state}
-
-
 class PostLoadWatch:
     """Remembers a model as its loader left it; ``finish`` records what changed since."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, everywhere: bool = False) -> None:
+        """``everywhere``: also in plain attributes, helper objects and closures, where engines keep packed copies."""
         self._model = model
-        self._before, self._storages = _looks(model)
+        self._everywhere = everywhere
+        self._state = {name for name, _ in named_state(model)}
+        tensors, self._opaque = self._held()
+        self._looks = {name: _look(tensor) for name, tensor in tensors.items()}
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
 
     def finish(self) -> None:
-        """Record which parameters and buffers the post-load step changed, for ``changed_after_load``."""
-        after, _ = _looks(self._model)
-        changes = [change for name in self._before if (change := _change(name, self._before[name], after.get(name)))]
+        """Record what the post-load step changed, for ``changed_after_load``."""
+        tensors, opaque = self._held()
+        changes: list[str] = []
+        for name, before in self._looks.items():
+            after = _look(tensors[name]) if name in tensors else None
+            if after != before and (after is not None or name in self._state):
+                changes.append(_change(name, before, after))
         changes += [
             f"{name}: was derived from other weights after loading; it would keep its old values"
-            for name, tensor in named_state(self._model)
-            if name not in self._before and tensor.numel() and tensor.untyped_storage().data_ptr() not in self._storages
+            for name, tensor in tensors.items()
+            if name not in self._looks and tensor.numel() and tensor.untyped_storage().data_ptr() not in self._storages
+        ]
+        changes += [
+            f"{name}: a {kind} was made after loading; it may hold weights"
+            for name, kind in opaque.items()
+            if name not in self._opaque
         ]
         _RECORDS[self._model] = tuple(changes)
 
+    def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Every tensor by path, and what cannot be looked into."""
+        if not self._everywhere:
+            return dict(named_state(self._model)), {}
+        reached = reach({"": self._model})
+        return reached.tensors, reached.opaque
 
-def _change(name: str, before: _Look, after: _Look | None) -> str | None:
-    if after == before:
-        return None
+
+def _look(tensor: torch.Tensor) -> _Look:
+    return tuple(tensor.shape), tensor.dtype, fingerprint(tensor)
+
+
+def _change(name: str, before: _Look, after: _Look | None) -> str:
     if after is None:
         return f"{name}: was removed after loading; its values live on in a packed copy"
     if not torch.Size(after[0]).numel():

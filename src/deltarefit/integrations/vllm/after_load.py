@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,16 +23,30 @@ UNFILLED = ("*.w13_bias", "*.w2_bias")
 class VllmAfterLoad:
     """Builds, loads and finishes models as the engine of this configuration did."""
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        *,
+        model_config: Any = None,
+        prefix: str = "",
+        finishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """What vLLM's ``initialize_model`` was given for the model that serves; ``finishing``: open around post-load steps."""
         self._config = vllm_config
+        self._model_config = vllm_config.model_config if model_config is None else model_config
+        self._prefix = prefix
         self._device = device
+        self._finishing = finishing
 
     def build(self) -> torch.nn.Module:
         """A second model of the engine's configuration. Memory is taken only as it is written to."""
         from vllm.model_executor.model_loader.utils import initialize_model
 
         with self._loading(), _registers_apart(self._config.compilation_config):
-            model: torch.nn.Module = initialize_model(vllm_config=self._config, model_config=self._config.model_config)
+            model: torch.nn.Module = initialize_model(
+                vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
+            )
         return model.eval()
 
     def load(self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
@@ -56,8 +70,8 @@ class VllmAfterLoad:
 
         holder = torch.nn.Module()  # what vLLM is given counts as the model, which has a post-load hook of another kind
         holder.layer = module
-        with self._loading():
-            process_weights_after_loading(holder, self._config.model_config, self._device)
+        with self._loading(), self._finishing():
+            process_weights_after_loading(holder, self._model_config, self._device)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -67,7 +81,7 @@ class VllmAfterLoad:
 
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self._config))
-            stack.enter_context(set_default_torch_dtype(self._config.model_config.dtype))
+            stack.enter_context(set_default_torch_dtype(self._model_config.dtype))
             stack.enter_context(self._device)
             yield
 

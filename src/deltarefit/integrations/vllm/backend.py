@@ -17,10 +17,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import vllm
-from deltarefit.integrations.exchange import RankEndpoint, RankOperations
-from deltarefit.integrations.vllm.drafts import check_names, targets_of
-from deltarefit.integrations.vllm.layout import check_layout
-from deltarefit.receiver import JointModel, RankReceiver, ReceiverSettings, Target
+from deltarefit.errors import RejectedError
+from deltarefit.integrations.exchange import RankEndpoint, RankOperations, changed_after_load
+from deltarefit.integrations.vllm.after_load import IGNORED, UNFILLED, VllmAfterLoad
+from deltarefit.integrations.vllm.drafts import POLICY, check_names, making_of, targets_of
+from deltarefit.integrations.vllm.plain_linears import plain_linears
+from deltarefit.placement.after_load import AfterLoad
+from deltarefit.receiver import JointAfterLoad, JointModel, RankReceiver, ReceiverSettings, Target
 
 __all__ = ["DeltarefitBackend"]
 
@@ -67,13 +70,33 @@ class DeltarefitBackend(WeightTransferEngine):  # type: ignore[misc]
     def _make_operations(self, key: bytes | None) -> RankOperations:
         targets = targets_of(self.model, str(self.model_config.model), self.config if self._refit_drafts else None)
         model, load_weights = _joined(targets)
-        _check_each(model)
+        _check_loading(model)
         parallel = self.parallel_config
-        tag = f"vllm {vllm.__version__}, rank {parallel.rank} of {parallel.world_size}"
-        settings = ReceiverSettings(layout_tag=tag, verify_writes=self._verify_writes)
-        receiver = RankReceiver(model, load_weights, settings=settings)
+        settings = ReceiverSettings(
+            layout_tag=f"vllm {vllm.__version__}, rank {parallel.rank} of {parallel.world_size}",
+            verify_writes=self._verify_writes,
+            may_ignore=IGNORED,
+            may_lack=UNFILLED,
+        )
+        receiver = RankReceiver(model, load_weights, settings=settings, after_load=self._after_load(model, targets))
         names = functools.partial(check_names, targets)
-        return RankOperations(model, receiver, check=_check_each, key=key, check_catalog=names)
+        return RankOperations(model, receiver, check=_check_loading, key=key, check_catalog=names)
+
+    def _after_load(self, model: torch.nn.Module, targets: Mapping[str, Target]) -> AfterLoad | None:
+        """vLLM's post-load steps, if they changed anything; else weights lie where the loader wrote them."""
+        if not any(changed_after_load(target.module) for target in targets.values()):
+            return None
+        parts: dict[str, AfterLoad] = {}
+        for name, target in targets.items():
+            making = making_of(target.module, self.vllm_config)
+            parts[name] = VllmAfterLoad(
+                making.vllm_config,
+                self.device,
+                model_config=making.model_config,
+                prefix=making.prefix,
+                finishing=plain_linears,
+            )
+        return JointAfterLoad(model, targets, parts) if isinstance(model, JointModel) else parts[POLICY]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meet a driver. A second one replaces the first, as after a restart of the receiver beside a running server."""
@@ -106,6 +129,16 @@ def _joined(targets: Mapping[str, Target]) -> tuple[torch.nn.Module, Callable[..
     return joint, joint.load_weights
 
 
-def _check_each(model: torch.nn.Module) -> None:
+def _check_loading(model: torch.nn.Module) -> None:
+    """Refuse a model of which nobody knows what happened after loading.
+
+    Raises:
+        RejectedError: with what to do.
+    """
     for target in model.children() if isinstance(model, JointModel) else (model,):
-        check_layout(target)
+        if changed_after_load(target) is None:
+            raise RejectedError(
+                "vLLM loaded this model by a way that deltarefit did not see, so its weights may be packed: expected a loader "
+                "derived from BaseModelLoader, in a process that ran "
+                "the vllm.general_plugins entry point 'deltarefit' (see VLLM_PLUGINS)"
+            )

@@ -15,11 +15,21 @@ from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
 from deltarefit.receiver import Target
 
-__all__ = ["DRAFT_PREFIX", "POLICY", "check_names", "remember", "targets_of"]
+__all__ = ["DRAFT_PREFIX", "POLICY", "Making", "check_names", "making_of", "note_making", "remember", "targets_of"]
 
 POLICY = "policy"
 DRAFT_PREFIX = "draft."
 """What canonical names of a draft with a checkpoint of its own begin with, as in vLLM's own names for its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What vLLM made a model from."""
+
+    vllm_config: Any
+    model_config: Any
+    """None for the one of ``vllm_config``."""
+    prefix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,18 @@ class _Loaded:
     checkpoint: str
 
 
+_MAKINGS: weakref.WeakKeyDictionary[Any, Making] = weakref.WeakKeyDictionary()
 _LOADED: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
+
+
+def note_making(model: Any, vllm_config: Any, model_config: Any, prefix: str) -> None:
+    """Note what vLLM has just made a model from."""
+    _MAKINGS[model] = Making(vllm_config, model_config, prefix)
+
+
+def making_of(model: Any, vllm_config: Any) -> Making:
+    """What a model was made from; the engine's configuration if nobody noted it."""
+    return _MAKINGS.get(model) or Making(vllm_config, None, "")
 
 
 def remember(model: Any, model_config: Any, transfer_config: Any) -> None:

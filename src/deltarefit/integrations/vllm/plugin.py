@@ -44,13 +44,35 @@ def _register_backend(factory: Any) -> None:
 
 
 def _watch_loading(base_loader: Any) -> None:
-    original = base_loader.process_weights_after_loading
-    if not getattr(original, "watched_by_deltarefit", False):
-        base_loader.process_weights_after_loading = _watched(original)
+    watches: dict[str, Callable[[Any], Any]] = {
+        "initialize_model": _noting,
+        "process_weights_after_loading": _watched,
+    }
+    for name, watch in watches.items():
+        original = getattr(base_loader, name)
+        if not getattr(original, "watched_by_deltarefit", False):
+            watched = watch(original)
+            watched.watched_by_deltarefit = True
+            setattr(base_loader, name, watched)
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's making of a model, with what it was made from noted, so that another like it can be made."""
+
+    @functools.wraps(original)
+    def initialize(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(vllm_config, *args, **kwargs)
+        if _names_us(vllm_config.weight_transfer_config):
+            from deltarefit.integrations.vllm.drafts import note_making
+
+            note_making(model, vllm_config, kwargs.get("model_config"), kwargs.get("prefix", ""))
+        return model
+
+    return initialize
 
 
 def _watched(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's post-load step, with weights kept in load format and every change that it makes recorded.
+    """vLLM's post-load step, with linear weights kept in the open and every change that it makes recorded.
 
     This is the one moment that knows both the configuration (so only engines that chose this backend are affected) and the
     weights as the loader wrote them.
@@ -64,15 +86,14 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
             return
         from deltarefit.integrations.exchange import PostLoadWatch
         from deltarefit.integrations.vllm.drafts import remember
-        from deltarefit.integrations.vllm.unpacked import load_format_kept
+        from deltarefit.integrations.vllm.plain_linears import plain_linears
 
-        watch = PostLoadWatch(model)
-        with load_format_kept():
+        watch = PostLoadWatch(model, everywhere=True)
+        with plain_linears():
             original(model, *args, **kwargs)
         watch.finish()
         remember(model, kwargs.get("model_config", args[0] if args else None), transfer)
 
-    process.watched_by_deltarefit = True  # type: ignore[attr-defined]
     return process
 
 
@@ -82,4 +103,8 @@ def _chosen() -> Any:
 
     config = get_current_vllm_config_or_none()
     transfer = config.weight_transfer_config if config is not None else None
-    return transfer if transfer is not None and transfer.backend == BACKEND else None
+    return transfer if _names_us(transfer) else None
+
+
+def _names_us(transfer: Any) -> bool:
+    return transfer is not None and transfer.backend == BACKEND
