@@ -92,11 +92,21 @@ def test_the_file_shown_is_one_that_is_taken(tmp_path):
     (shown_file,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     path = tmp_path / "refit.toml"
     path.write_text(shown_file, encoding="utf-8")
-    assert set(tomllib.loads(shown_file)) == {"publisher", "receiver"}
+    assert set(tomllib.loads(shown_file)) == {"publisher", "receiver", "relay"}
     publisher = PublisherSettings.from_toml(path, "publisher")
     assert publisher == PublisherSettings(min_receivers=4, retained_nbytes=20 * 2**30)
     receiver = ReceiverAgentSettings.from_toml(path, "receiver")
     assert receiver == ReceiverAgentSettings(shared_directory="/dev/shm", metrics_address="127.0.0.1:9464")
+    assert RelayServiceSettings.from_toml(path, "relay") == RelayServiceSettings(max_nbytes=16 * 2**30)
+
+
+def test_the_commands_variables_shown_are_ones_that_are_taken():
+    shown = re.findall(r"`DELTAREFIT_(RECEIVER|RELAY)_([A-Z_]+)=(\w+)`", TEXT)
+    assert len(shown) == 2
+    for command, name, value in shown:
+        kind = ReceiverAgentSettings if command == "RECEIVER" else RelayServiceSettings
+        settings = kind.from_environment({f"X_{name}": value}, "X_")
+        assert getattr(settings, name.lower()) == parse_nbytes(value)
 
 
 def test_the_variable_shown_is_one_that_is_taken():
@@ -127,8 +137,10 @@ def test_the_options_named_are_those_that_the_commands_have():
 
     told = set(re.findall(r"`(--[a-z-]+)`", relay))
     assert len(told) == len(RelayServiceSettings.__struct_fields__)
-    assert options("relay") - told == {"--run", "--listen", "--advertise", "--key-file"}
-    assert options("receiver") - set(re.findall(r"`(--[a-z-]+)`", receiver)) == {"--run", "--engine", "--name"}
+    assert options("relay") - told == {"--run", "--listen", "--advertise", "--key-file", "--settings"}
+    told = set(re.findall(r"`(--[a-z-]+)`", receiver))
+    assert told < options("receiver")
+    assert options("receiver") - told == {"--run", "--engine", "--name", "--settings"}
 
 
 def test_every_setting_that_a_message_names_exists():

@@ -10,11 +10,15 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltarefit.cli._output import emit, fail_check, guarded, json_option, key_file_option
+from deltarefit.cli._settings import gathered, settings_option
+
+if TYPE_CHECKING:
+    from deltarefit.runtime.settings import ReceiverAgentSettings
 
 __all__ = ["receiver"]
 
@@ -44,11 +48,17 @@ _ASK_S = 30.0
 @key_file_option
 @click.option("--verify-writes", is_flag=True, help="Check every write after it was made.")
 @click.option("--keep-drafts", is_flag=True, help="Leave speculative drafts as they were loaded.")
-@click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
+@click.option("--lease", "lease_s", type=float, default=None, help="Seconds; the trainer's lease_s; default: 10.")
+@click.option("--shared-directory", default=None, help="The same as that of the node's relay; default: /dev/shm.")
+@click.option("--request-timeout", "request_timeout_s", type=float, default=None, help="Seconds to wait for running requests.")
+@click.option("--event-directory", default=None, help="Where to append every stage that ran as a JSON line.")
+@click.option("--metrics-address", default=None, help="HOST:PORT on which to answer GET /metrics for Prometheus.")
+@settings_option("receiver")
 @click.pass_context
 @guarded
 def receiver(
     context: click.Context,
+    /,
     *,
     run: str | None,
     engine: str | None,
@@ -58,7 +68,8 @@ def receiver(
     key_file: Path | None,
     verify_writes: bool,
     keep_drafts: bool,
-    lease_s: float,
+    settings_file: Path | None,
+    **options: Any,
 ) -> None:
     """Keep a running vLLM or SGLang server at a run's committed policy version, until interrupted.
 
@@ -70,8 +81,11 @@ def receiver(
         return
     if run is None or engine is None:
         raise click.UsageError("--run and --engine are needed")
-    options = {"key_file": key_file, "verify_writes": verify_writes}
-    _keep(run, _driver(engine, kind, in_flight, options, keep_drafts=keep_drafts), engine, name, lease_s)
+    from deltarefit.runtime.settings import ReceiverAgentSettings
+
+    settings = gathered(ReceiverAgentSettings, "receiver", settings_file, options)
+    drivers = {"key_file": key_file, "verify_writes": verify_writes}
+    _keep(run, _driver(engine, kind, in_flight, drivers, keep_drafts=keep_drafts), engine, name, settings)
 
 
 def _driver(engine: str, kind: str, in_flight: str | None, options: Mapping[str, Any], *, keep_drafts: bool) -> Any:
@@ -105,14 +119,15 @@ def _kind_of(engine: str) -> str:
     return "sglang"
 
 
-def _keep(run: str, driver: Any, engine: str, name: str | None, lease_s: float) -> None:
+def _keep(run: str, driver: Any, engine: str, name: str | None, settings: ReceiverAgentSettings) -> None:
     from deltarefit.runtime.clock import SystemClock
     from deltarefit.runtime.receiver_agent import Receiver
-    from deltarefit.runtime.settings import ReceiverAgentSettings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    agent = Receiver(driver, run=run, name=name, settings=ReceiverAgentSettings(lease_s=lease_s))
+    agent = Receiver(driver, run=run, name=name, settings=settings)
     click.echo(f"receiver {agent.name} for {engine}, run {run}", err=True)
+    if agent.observers.metrics_address:
+        click.echo(f"metrics at http://{agent.observers.metrics_address}/metrics", err=True)
     stopping = False
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -10,10 +10,11 @@ from types import FrameType
 import click
 
 from deltarefit.cli._output import NBYTES, format_nbytes, guarded, key_file_option
+from deltarefit.cli._settings import gathered, settings_option
 
 __all__ = ["relay"]
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FILE = click.Path(exists=True, dir_okay=False)
 
 
 @click.command()
@@ -22,26 +23,28 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--listen", default="127.0.0.1:0", show_default=True, help="HOST:PORT to listen on; port 0 lets the system choose."
 )
 @click.option("--advertise", default=None, help="HOST or HOST:PORT by which trainer and relays reach it, if that is another.")
-@click.option("--shared-directory", default="/dev/shm", show_default=True, help="The same as that of the node's receivers.")
-@click.option("--max-size", "max_nbytes", type=NBYTES, default=8 << 30, help="Most payload bytes kept; default: 8 GiB.")
+@click.option("--shared-directory", default=None, help="The same as that of the node's receivers; default: /dev/shm.")
+@click.option("--max-size", "max_nbytes", type=NBYTES, default=None, help="Most payload bytes kept; default: 8 GiB.")
 @key_file_option
 @click.option("--tls-authority", type=_FILE, default=None, help="PEM: who signed the certificates of trainer and relays.")
 @click.option("--tls-certificate", type=_FILE, default=None, help="PEM: this relay's certificate, with its chain.")
 @click.option("--tls-key", type=_FILE, default=None, help="PEM: its private key.")
-@click.option("--lease", "lease_s", type=float, default=10.0, show_default=True, help="Seconds; the trainer's lease_s.")
+@click.option("--lease", "lease_s", type=float, default=None, help="Seconds; the trainer's lease_s; default: 10.")
+@settings_option("relay")
 @guarded
 def relay(
     *,
     run: str,
     listen: str,
     advertise: str | None,
-    shared_directory: str,
-    max_nbytes: int,
+    shared_directory: str | None,
+    max_nbytes: int | None,
     key_file: Path | None,
-    tls_authority: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-    lease_s: float,
+    tls_authority: str | None,
+    tls_certificate: str | None,
+    tls_key: str | None,
+    lease_s: float | None,
+    settings_file: Path | None,
 ) -> None:
     """Take payloads for the engines of this node, and pass them on to the run's other relays, until interrupted.
 
@@ -54,14 +57,15 @@ def relay(
     from deltarefit.runtime.settings import RelayServiceSettings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    settings = RelayServiceSettings(
-        shared_directory=shared_directory,
-        max_nbytes=max_nbytes,
-        lease_s=lease_s,
-        relay_tls_authority=str(tls_authority or ""),
-        relay_tls_certificate=str(tls_certificate or ""),
-        relay_tls_key=str(tls_key or ""),
-    )
+    options = {
+        "shared_directory": shared_directory,
+        "max_nbytes": max_nbytes,
+        "lease_s": lease_s,
+        "relay_tls_authority": tls_authority,
+        "relay_tls_certificate": tls_certificate,
+        "relay_tls_key": tls_key,
+    }
+    settings = gathered(RelayServiceSettings, "relay", settings_file, options)
     stopping = False
 
     def stop(number: int, frame: FrameType | None) -> None:
