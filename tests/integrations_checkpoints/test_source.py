@@ -246,3 +246,13 @@ def test_the_command_says_what_it_did(versions: Path, tmp_path: Path) -> None:
     assert "policy version 1 is" in result.stdout
     assert "to rollout in" in result.stdout
     assert "check base" in result.stderr
+
+
+def test_the_runs_key_comes_from_its_file_and_a_long_wait_is_taken(versions: Path, tmp_path: Path) -> None:
+    run, engine, key_file = (tmp_path / "run").as_uri(), loaded(versions / "v0"), tmp_path / "key"
+    key_file.write_bytes(b"the text of a key\n")
+    arguments = ["publish", "--run", run, "--from", str(versions / "v0"), "--wait", "7200", "--key-file", str(key_file)]
+    with deltarefit.Receiver.attach(engine, run=run, name="rollout", key=b"the text of a key"):
+        result = CliRunner().invoke(program, [*arguments, str(versions / "0-1.delta")])
+    assert result.exit_code == 0, result.output
+    assert raw_state(engine) == raw_state(loaded(versions / "v1"))

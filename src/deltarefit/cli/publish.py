@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltarefit.cli._output import emit, format_nbytes, format_seconds, guarded, json_option, progress
+from deltarefit.cli._output import emit, format_nbytes, format_seconds, guarded, json_option, key_file_option, progress
 
 if TYPE_CHECKING:
     from deltarefit.runtime.report import RefitReport
@@ -34,12 +34,7 @@ _PATH = click.Path(exists=True, path_type=Path)
     default=None,
     help="Keep the copy of the committed checkpoint in a file here, not in memory.",
 )
-@click.option(
-    "--key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=None,
-    help="A file with the run's secret, if it has one.",
-)
+@key_file_option
 @json_option
 @guarded
 def publish(
@@ -59,14 +54,17 @@ def publish(
     Only what changed travels. Quantised checkpoints too: engines end with the bits of a fresh load of the last one.
     """
     from deltarefit.offline import is_delta
+    from deltarefit.run_key import read_key
     from deltarefit.runtime.publisher import Publisher
     from deltarefit.runtime.settings import PublisherSettings
     from deltarefit.source import LocalCollective
 
     settings = PublisherSettings(
-        min_receivers=min_receivers, join_timeout_s=wait_s, baseline_directory=str(baseline_directory or "")
+        min_receivers=min_receivers,
+        join_timeout_s=wait_s,
+        group_timeout_s=wait_s + PublisherSettings().group_timeout_s,
+        baseline_directory=str(baseline_directory or ""),
     )
-    read_key: Any = importlib.import_module("deltarefit.integrations.exchange.endpoint").read_key
     key = None if key_file is None else read_key(key_file)
     make_source: Any = importlib.import_module("deltarefit.integrations.checkpoints").CheckpointSource
     reports: list[RefitReport] = []
