@@ -303,3 +303,24 @@ def test_a_loader_called_from_a_fork_of_inference_mode_applies_too():
     with torch.inference_mode():
         refit.receiver.apply(refit.payload())
     refit.check()
+
+
+def test_what_was_made_ready_is_checked_again_when_plan_or_prewarm_changed_meanwhile():
+    refit = Refit("fused qkv")
+    early = refit.receiver.ready(refit.payload())
+    refit.receiver.apply(early)
+    refit.check()
+    again = refit.receiver.ready(refit.payload(mode=EncodingMode.OVERWRITE))
+    refit.receiver.prepare(plan_for([refit.report], refit.case.catalog, prefer=Encoding.XOR))
+    with pytest.raises(PayloadInvalidError, match="this receiver prepared"):
+        refit.receiver.apply(again)
+    refit.receiver.prepare(refit.plan)
+    assert refit.receiver.apply(again) > 0
+    refit.check()
+
+
+def test_nothing_is_made_ready_before_a_plan_is_known():
+    refit = Refit("fused qkv")
+    fresh = RankReceiver(refit.model, refit.model.load_weights)
+    with pytest.raises(RejectedError, match="no plan was prepared"):
+        fresh.ready(refit.payload())

@@ -86,7 +86,7 @@ class LoggedEngine(LocalEngine):
     def apply(self, data):
         decoded = data if not isinstance(data, bytes) else self.decode(data)
         self.strike(len(self.applied))
-        self.applied.append(decoded.header.attempt)
+        self.applied.append(decoded.payload.header.attempt)
         return super().apply(decoded)
 
 

@@ -24,7 +24,7 @@ from deltarefit.kernels.library import ApplyCall, DigestCall, address, library, 
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
-__all__ = ["BoundDigest", "apply_many", "digest_many"]
+__all__ = ["BoundDigest", "PreparedApply", "digest_many"]
 
 _MOST_THREADS = 8
 _CHANGES = 1 << 15
@@ -89,38 +89,51 @@ def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[T
     return [TensorDigest(call.lane0, call.lane1) if call.offender < 0 else None for call in calls]
 
 
-def apply_many(work: Sequence[tuple[BoundPieces, CodedItem]], *, num_threads: int = 0) -> int:
-    """Apply each item through its pieces; returns the storage elements changed.
+class PreparedApply:
+    """Items and the pieces that each goes through, checked and tabulated: what is left is to run it.
 
     No two items may change the same storage element: they are applied in any order, several at the same time.
-
-    Args:
-        work: pieces, and an item of the tensor that they are bound to.
-        num_threads: as ``digest_many``.
-
-    Raises:
-        PayloadInvalidError: an item is of another tensor, or its columns are not what they must be: nothing was written; or the
-            locations of one are not: of that nothing was written, others may have been applied. None is being applied any more.
     """
-    for bound, item in work:
-        bound.check(item)
-    isa = _common_isa(bound.isa for bound, _ in work)
-    if isa is Isa.NUMPY:
-        return sum(bound.apply_item(item) for bound, item in work)
-    calls = (ApplyCall * len(work))()
-    kept = [bound.fill(call, item) for call, (bound, item) in zip(calls, work, strict=True)]
-    changed = np.zeros(len(work), np.int64)
 
-    def apply(first: int, last: int) -> None:
-        start = ctypes.byref(calls, first * ctypes.sizeof(ApplyCall))
-        library().deltarefit_apply_many(start, last - first, address(changed[first:]), isa)
+    __slots__ = ("_calls", "_isa", "_kept", "_work")
 
-    _in_shares([item.count for _, item in work], apply, _CHANGES, num_threads)
-    del kept  # what the calls point to
-    for place in np.flatnonzero(changed < 0).tolist():
-        bound, item = work[place]
-        changed[place] = bound.apply_item(item)  # has the words for what the compiled decoder refused
-    return int(changed.sum())
+    def __init__(self, work: Sequence[tuple[BoundPieces, CodedItem]]) -> None:
+        """Pieces, and an item of the tensor that they are bound to.
+
+        Raises:
+            PayloadInvalidError: an item is of another tensor, or its columns are not what they must be.
+        """
+        for bound, item in work:
+            bound.check(item)
+        self._work = tuple(work)
+        self._isa = _common_isa(bound.isa for bound, _ in work)
+        num_calls = 0 if self._isa is Isa.NUMPY else len(work)
+        self._calls = (ApplyCall * num_calls)()
+        self._kept = [bound.fill(call, item) for call, (bound, item) in zip(self._calls, work, strict=False)]
+
+    def run(self, *, num_threads: int = 0) -> int:
+        """Apply everything, once per attempt unless it overwrites; returns the storage elements changed.
+
+        Args:
+            num_threads: as ``digest_many``.
+
+        Raises:
+            PayloadInvalidError: the locations of an item are not what they must be. Of that nothing was written, others may
+                have been applied. None is being applied any more.
+        """
+        if self._isa is Isa.NUMPY:
+            return sum(bound.apply_item(item) for bound, item in self._work)
+        changed = np.zeros(len(self._work), np.int64)
+
+        def apply(first: int, last: int) -> None:
+            start = ctypes.byref(self._calls, first * ctypes.sizeof(ApplyCall))
+            library().deltarefit_apply_many(start, last - first, address(changed[first:]), self._isa)
+
+        _in_shares([item.count for _, item in self._work], apply, _CHANGES, num_threads)
+        for place in np.flatnonzero(changed < 0).tolist():
+            bound, item = self._work[place]
+            changed[place] = bound.apply_item(item)  # has the words for what the compiled decoder refused
+        return int(changed.sum())
 
 
 def _common_isa(isas: Iterable[Isa]) -> Isa:

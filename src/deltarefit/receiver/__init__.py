@@ -7,6 +7,7 @@ handed in. Paper 6, A.2; design note 0006.
 from deltarefit.receiver.joint import JointAfterLoad, JointModel, Target
 from deltarefit.receiver.outcomes import TensorOutcome, outcomes_of, tensor_outcomes
 from deltarefit.receiver.rank import RankReceiver
+from deltarefit.receiver.ready import ReadyPayload
 from deltarefit.receiver.report import (
     MergedReport,
     PartDigest,
@@ -30,6 +31,7 @@ __all__ = [
     "RankDigest",
     "RankReceiver",
     "RankSurvey",
+    "ReadyPayload",
     "ReceiverSettings",
     "Target",
     "TensorOutcome",

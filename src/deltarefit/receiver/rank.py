@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from deltarefit import kernels
 from deltarefit.canonical import Catalog, TensorDigest
-from deltarefit.errors import LoaderContractError, PayloadInvalidError, RejectedError
+from deltarefit.errors import LoaderContractError, RejectedError
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.plan import RefitPlan
@@ -18,10 +17,11 @@ from deltarefit.receiver.assembly import Prewarmed
 from deltarefit.receiver.guard import layout_of
 from deltarefit.receiver.prewarm import prewarm_after_load, prewarm_model
 from deltarefit.receiver.proving import digest_all
+from deltarefit.receiver.ready import ReadyPayload, make_ready
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
-from deltarefit.receiver.writers import HostTarget, verify_item
+from deltarefit.receiver.writers import verify_item
 from deltarefit.records import CodedItem, Encoding
 
 if TYPE_CHECKING:
@@ -112,11 +112,22 @@ class RankReceiver:
         self._plan = plan
         self._begin("", known)
 
-    def apply(self, payload: Payload) -> int:
-        """Apply a payload's items. All are checked before the first is applied.
+    def ready(self, payload: Payload) -> ReadyPayload:
+        """Do ahead of time what need not wait for the payload's turn. Writes nothing; may be called from other threads.
 
         Args:
             payload: from ``payload.decode``, which has checked every position in it.
+
+        Raises:
+            RejectedError: no plan was prepared.
+            PayloadInvalidError: the payload does not fit the plan.
+        """
+        if self._plan is None:
+            raise RejectedError("apply: no plan was prepared on this receiver")
+        return make_ready(payload, self._known(), self._plan, self._settings)
+
+    def apply(self, payload: Payload | ReadyPayload) -> int:
+        """Apply a payload's items. All are checked before the first is applied.
 
         Returns:
             Storage elements written on this rank.
@@ -128,20 +139,17 @@ class RankReceiver:
                 a check of written bits failed.
         """
         known = self._known()
-        if self._plan is None:
-            raise RejectedError("apply: no plan was prepared on this receiver")
-        where = f"payload {payload.header.sequence} of owner {payload.header.owner}, attempt {payload.header.attempt}"
-        if payload.header.plan_digest != self._plan.digest:
-            raise PayloadInvalidError(
-                f"{where}: made for plan {payload.header.plan_digest}, this receiver prepared {self._plan.digest}"
-            )
-        for item in payload.items:
-            _check(item, known, self._plan, where)
+        if not isinstance(payload, ReadyPayload):
+            payload = self.ready(payload)
+        elif payload.known is not known or payload.plan is not self._plan:
+            payload = self.ready(payload.payload)
         if known.fence.first_moved() is not None:
             raise self._moved_error(known)
-        if payload.header.attempt != self._attempt:
-            self._begin(str(payload.header.attempt), known)
-        return self._apply_items(payload.items, known)
+        attempt = str(payload.payload.header.attempt)
+        if attempt != self._attempt:
+            self._begin(attempt, known)
+        written = sum(self._apply_item(item, known) for item in payload.others)
+        return written + payload.direct.run()
 
     def synchronize(self) -> None:
         """Return once every write has reached its device.
@@ -233,27 +241,6 @@ class RankReceiver:
             return derived
         return derived + sorted(name for name in {*known.layout, *now} if known.layout.get(name) != now.get(name))
 
-    def _apply_items(self, items: Iterable[CodedItem], known: Prewarmed) -> int:
-        """Those that lie in host memory on several threads, the others one by one."""
-        direct: list[tuple[kernels.BoundPieces, CodedItem]] = []
-        written = 0
-        for item in items:
-            if bound := self._bound(item.spec.name, known):
-                direct.extend((pieces, item) for pieces in bound)
-            else:
-                written += self._apply_item(item, known)
-        return written + kernels.apply_many(direct)
-
-    def _bound(self, name: str, known: Prewarmed) -> list[kernels.BoundPieces]:
-        """Pieces of all homes of a tensor, if each is in host memory and items go straight there; otherwise none."""
-        if self._settings.path is not ApplyPath.COMPILED or self._settings.verify_writes:
-            return []
-        if known.report.routes[name].kind != "pieces" or name in known.kept or known.rerun_of(name) is not None:
-            return []
-        targets = known.targets[name]
-        bound = [target.bound for target in targets if isinstance(target, HostTarget) and target.bound is not None]
-        return bound if len(bound) == len(targets) else []
-
     def _apply_item(self, item: CodedItem, known: Prewarmed) -> int:
         name = item.spec.name
         route = known.report.routes[name]
@@ -286,15 +273,3 @@ class RankReceiver:
             written += target.apply(item)
             verify_item(target, item, before)
         return written
-
-
-def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:
-    name = item.spec.name
-    spec = known.catalog.get(name)
-    if spec != item.spec:
-        raise PayloadInvalidError(f"{where}: item of {item.spec}, expected {spec or 'a name of the catalog'}")
-    if item.encoding is Encoding.OVERWRITE:
-        return
-    if name in plan.dense or item.encoding is not plan.encodings[name]:
-        wanted = Encoding.OVERWRITE if name in plan.dense else plan.encodings[name]
-        raise PayloadInvalidError(f"{where}: item of {name} is {item.encoding.name}, the plan says {wanted.name}")

@@ -15,6 +15,7 @@ from deltarefit import payload
 from deltarefit.errors import AttemptFailedError, PayloadInvalidError
 from deltarefit.ids import AttemptId, PayloadId
 from deltarefit.protocol import Arrival, Phase, Reception, Verdict
+from deltarefit.receiver import ReadyPayload
 from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.engine import DecodingEngine, EngineDriver
 from deltarefit.runtime.events import EventLog
@@ -211,7 +212,7 @@ class AttemptDelivery:
     def _write(self, decoded: object) -> int:
         if isinstance(decoded, bytes):
             return self._engine.apply(decoded)
-        if self._decoder is not None and isinstance(decoded, payload.Payload):
+        if self._decoder is not None and isinstance(decoded, ReadyPayload):
             return self._decoder.apply(decoded)
         raise AttemptFailedError(f"{self.attempt}: a {type(decoded).__name__} cannot be applied")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from deltarefit.canonical import Catalog
-from deltarefit.payload import Limits, Payload, decode
+from deltarefit.payload import Limits, decode
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver import PrewarmReport, RankDigest, ReceiverSettings
+from deltarefit.receiver import PrewarmReport, RankDigest, ReadyPayload, ReceiverSettings
 from deltarefit.run_key import check_key
 from deltarefit.runtime.adapters import rank_receiver
 from deltarefit.runtime.gate import LocalGate, RequestGate
@@ -76,14 +76,16 @@ class EngineDriver(Protocol):
 class DecodingEngine(Protocol):
     """An engine that unpacks payloads in this process: then decoding overlaps with applying."""
 
-    def decode(self, data: bytes) -> Payload:
-        """Check and unpack a payload. May be called from several threads at once, also while another one is applied.
+    def decode(self, data: bytes) -> ReadyPayload:
+        """Check and unpack a payload, and make it ready for its turn.
+
+        May be called from several threads at once, also while another one is applied.
 
         Raises:
-            PayloadInvalidError: it is damaged, forged, or does not fit the catalog.
+            PayloadInvalidError: it is damaged, forged, or does not fit the catalog or the plan.
         """
 
-    def apply(self, data: bytes | Payload) -> int:
+    def apply(self, data: bytes | ReadyPayload) -> int:
         """As ``EngineDriver.apply``; takes what ``decode`` returned, too."""
 
 
@@ -131,11 +133,11 @@ class LocalEngine:
     def close_gate(self, timeout_s: float) -> None:
         self._gate.close(timeout_s)
 
-    def apply(self, data: bytes | Payload) -> int:
-        return self._rank.apply(data if isinstance(data, Payload) else self.decode(data))
+    def apply(self, data: bytes | ReadyPayload) -> int:
+        return self._rank.apply(self.decode(data) if isinstance(data, bytes) else data)
 
-    def decode(self, data: bytes) -> Payload:
-        return decode(data, catalog=self._catalog, key=self._key, limits=self._limits)
+    def decode(self, data: bytes) -> ReadyPayload:
+        return self._rank.ready(decode(data, catalog=self._catalog, key=self._key, limits=self._limits))
 
     def synchronize(self) -> None:
         self._rank.synchronize()

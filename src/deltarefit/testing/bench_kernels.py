@@ -200,7 +200,7 @@ def _receiver_on_two_threads(shard: _Shard, rounds: int = 7) -> float:
 
     def receive(number: int) -> None:
         items = payload.decode(payloads[number]).items
-        kernels.apply_many(list(zip(bound[cuts[number]], items, strict=True)), num_threads=1)
+        kernels.PreparedApply(list(zip(bound[cuts[number]], items, strict=True))).run(num_threads=1)
 
     clock = SystemClock()
     ratios = []

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import DeadlineError, RefitError
-from deltarefit.payload import Payload
 from deltarefit.plan import RefitPlan
-from deltarefit.receiver import PrewarmReport, RankDigest
+from deltarefit.receiver import PrewarmReport, RankDigest, ReadyPayload
 from deltarefit.runtime.clock import SystemClock
 from deltarefit.runtime.engine import LocalEngine
 from deltarefit.runtime.events import StageEvent
@@ -183,7 +182,7 @@ class _HeldEngine(LocalEngine):
         super().close_gate(timeout_s)
         self._pass("after close_gate")
 
-    def apply(self, data: bytes | Payload) -> int:
+    def apply(self, data: bytes | ReadyPayload) -> int:
         self._pass("before apply")
         written = super().apply(data)
         self._pass("after apply")
