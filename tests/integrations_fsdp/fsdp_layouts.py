@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -97,6 +97,9 @@ def make(layout, world_size, model=None):
             fsdp(model, both["dp"])
         case "ep":
             expert_parallel(model, mesh("cpu", (world_size,)))
+        case "ep_fsdp":
+            both = mesh("cpu", (world_size // 2, 2), mesh_dim_names=("ep", "fsdp"))
+            shard_by(model, both, lambda module, name, p: [Shard(0), Shard(1)] if p.ndim == 3 else [Replicate(), Shard(0)])
         case "fused_tp":
             fused_tensor_parallel(model, mesh("cpu", (world_size,)))
     return model

@@ -1,6 +1,7 @@
 """Sharded transformers models: all layouts on all ranks of a job, in one process."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor  # noqa: E402
 
-from deltarefit.bits import logical_words  # noqa: E402
+from deltarefit.bits import logical_words, storage_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.integrations.fsdp import fsdp_adapter, shard_of  # noqa: E402
 from deltarefit.integrations.torch import tasks, torch_adapter  # noqa: E402
+from deltarefit.integrations.torch.local import local_part  # noqa: E402
 from deltarefit.source import SourceSettings, open_source  # noqa: E402
 from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
 from deltarefit.testing.collective import ThreadCollective, run_ranks  # noqa: E402
@@ -26,12 +28,14 @@ pytestmark = pytest.mark.torch
 ONE_THREAD = SourceSettings(scan_threads=1)
 
 
-def sources_of(layout, world_size):
+def sources_of(layout, world_size, spoil=lambda rank, model: None):
     adapters = []
     for rank in range(world_size):
         with rank_of(world_size, rank):
             collective = ThreadCollective.world(world_size)[rank]
-            adapter = fsdp_adapter(make(layout, world_size), collective=collective)
+            model = make(layout, world_size)
+            spoil(rank, model)
+            adapter = fsdp_adapter(model, collective=collective)
             adapter.catalog()
             adapters.append(adapter)
 
@@ -66,7 +70,8 @@ def index_of(view):
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ("fsdp", 3), ("hsdp", 4), ("fsdp_columns", 2), ("tp", 2), ("tp_fsdp", 4), ("ep", 3), ("fused_tp", 2), ("tied_fsdp", 4),
+        ("fsdp", 3), ("hsdp", 4), ("fsdp_columns", 2), ("tp", 2), ("tp_fsdp", 4), ("ep", 3), ("ep", 5), ("ep_fsdp", 4),
+        ("fused_tp", 2), ("tied_fsdp", 4),
     ],
 )  # fmt: skip
 def test_owners_together_hold_the_checkpoint_exactly_once(layout, world_size, tmp_path):
@@ -109,6 +114,34 @@ def test_what_is_not_sharded_is_owned_once_among_all_ranks():
     owned = [tracker.task.spec.name for source in sources for tracker in source.owner.baseline.trackers]
     assert owned.count("model.norm.weight") == 1
     assert all(task.replicas == (0, 1) for task in sources[0].tasks if task.spec.name == "model.norm.weight")
+
+
+def test_eight_experts_over_five_ranks_leave_the_last_one_without_any():
+    sources = sources_of("ep", 5)
+    held = [sum(".experts." in task.spec.name for task in source.tasks) for source in sources]
+    assert held[4] == 0
+    assert held[0] == held[3] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "ranks", "others"),
+    [
+        ("hsdp", "model.layers.1.self_attn.q_proj.weight", [1], [3]),  # copies along a dimension that the shard does not know
+        ("ep_fsdp", "model.norm.weight", [1], [3]),
+        ("ep", "model.norm.weight", [0, 1, 2], [3]),  # a plain tensor beside DTensors
+    ],
+)
+def test_copies_that_differ_in_a_bit_are_refused_naming_tensor_and_ranks(layout, name, ranks, others):
+    def spoil(rank, model):
+        if rank == others[0]:
+            storage_words(local_part(dict(model.named_parameters())[name].detach()))[0] ^= 1
+
+    for result in sources_of(layout, 4, spoil):
+        assert isinstance(result, RejectedError), result
+        assert re.search(
+            rf"1 place: {re.escape(name)}\S*: ranks {re.escape(str(ranks))} hold \w+, ranks {re.escape(str(others))} hold",
+            str(result),
+        ), result
 
 
 def test_a_partial_sum_is_refused():

@@ -1,5 +1,7 @@
 """Plain modules: names, aliases, strides, rebinding, and what is refused."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from deltarefit import kernels  # noqa: E402
 from deltarefit.bits import DTYPES, logical_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
 from deltarefit.ids import EncodingMode  # noqa: E402
-from deltarefit.integrations.torch import torch_adapter  # noqa: E402
+from deltarefit.integrations.torch import local, tasks, torch_adapter  # noqa: E402
 from deltarefit.integrations.torch.local import clean_name, host_copy  # noqa: E402
 from deltarefit.pieces import Piece, merge_pieces, whole  # noqa: E402
 from deltarefit.plan import RefitPlan  # noqa: E402
@@ -176,14 +178,11 @@ def test_shards_on_an_accelerator_are_copied_to_the_host():
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"))
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_32_bit_parameters_are_refitted_in_16_wherever_they_are(device):
-    """From pinned copies where that is an accelerator."""
-    model = Small().to(device)
-    source = open_source(torch_adapter(model, dtype=torch.bfloat16), LocalCollective(), SourceSettings())
-    held = {}
-    for tracker in source.owner.baseline.trackers:
-        held[tracker.task.spec.name] = np.concatenate([np.empty(0, tracker.task.spec.word_dtype), *tracker.words])
+def assert_refits(model, dtype):
+    """Refit a model twice, once with overwrites; what a receiver then holds is its state_dict in that dtype."""
+    source = open_source(torch_adapter(model, dtype=dtype), LocalCollective(), SourceSettings())
+    held = {name: logical_words(tensor.cpu().to(dtype)).copy() for name, tensor in model.state_dict().items()}
+    held["norm.num_batches_tracked"] = logical_words(model.norm.num_batches_tracked.cpu()).copy()
     plan = RefitPlan(source.catalog, dict.fromkeys(source.catalog, Encoding.DIFFERENCE), 1)
     for mode in EncodingMode:
         with torch.no_grad():
@@ -196,5 +195,45 @@ def test_32_bit_parameters_are_refitted_in_16_wherever_they_are(device):
                 kernels.apply_item(held[item.spec.name], [Piece(view, view)], item)
         source.owner.commit()
         floats = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        assert sorted(held) == sorted(source.catalog)
         for name, spec in source.catalog.items():
             assert np.array_equal(held[name], logical_words(floats[name].to(DTYPES[spec.dtype]))), name
+    return source
+
+
+class Turned(Small):
+    """With parameters that do not lie in the order of their elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(24, 40).t())
+        self.columns = nn.Parameter(torch.randn(40, 64)[:, 3:20])
+        self.plain = nn.Parameter(torch.randn(32, 40))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_refitted_wherever_they_are(device, dtype):
+    """From pinned copies where that is an accelerator."""
+    assert_refits(Turned().to(device), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_copied_from_an_accelerator_is_bounded_however_it_lies(monkeypatch, dtype):
+    """The code that copies from an accelerator, on the host, with parts of 512 bytes."""
+    copied = []
+
+    def watched(part):
+        copied.append(part.nbytes)
+        return host_copy(part)
+
+    for module in (local, tasks):
+        monkeypatch.setattr(module, "is_in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(local, "host_copy", watched)
+    monkeypatch.setattr(tasks, "cut_into_parts", functools.partial(tasks.cut_into_parts, target_nbytes=512))
+    model = Turned()
+    source = assert_refits(model, dtype)
+    assert len([tracker for tracker in source.owner.baseline.trackers if tracker.task.spec.name == "turned"]) >= 4
+    assert copied
+    assert max(copied) <= 2 * 512
+    assert model.turned.numel() * model.turned.element_size() > 2 * 512

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from deltarefit import kernels
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Piece, StridedView, whole
-from deltarefit.source import onto_shard, onto_view, window
+from deltarefit.pieces import Piece, StridedView, strided, whole
+from deltarefit.source import onto_shard, onto_view, pack, window
 
 
 def pairs(pieces):
@@ -127,3 +127,18 @@ def test_a_shard_of_another_shape_than_its_intervals_is_refused():
 
 def test_an_empty_shard_holds_nothing():
     assert onto_shard([Piece(whole((6,)), whole((6,)))], (2, 3), [(), ((0, 3),)], whole((0, 3))) == ()
+
+
+def test_packed_pieces_are_what_their_views_hold_one_behind_another():
+    storage = np.arange(100, dtype=np.uint16)
+    pieces = (
+        Piece(whole((4, 3)), StridedView(5, (4, 3), (1, 20))),
+        Piece(StridedView(12, (0,), (1,)), StridedView(0, (0,), (1,))),
+        Piece(StridedView(12, (5,), (1,)), StridedView(70, (5,), (2,))),
+    )
+    packed, views = pack(pieces)
+    words = np.concatenate([strided(storage, view).reshape(-1) for view in views])
+    assert words.size == 17
+    assert [piece.canonical for piece in packed] == [pieces[0].canonical, pieces[2].canonical]
+    for piece, original in zip(packed, (pieces[0], pieces[2]), strict=True):
+        assert np.array_equal(strided(words, piece.storage), strided(storage, original.storage))

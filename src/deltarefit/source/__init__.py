@@ -16,7 +16,7 @@ from deltarefit.source.joint import JointAdapter
 from deltarefit.source.owner import BuildStats, Owner
 from deltarefit.source.ownership import elect_owners, owned_tasks, stable_hash
 from deltarefit.source.parts import PART_NBYTES, cut_into_parts
-from deltarefit.source.regions import onto_shard, onto_view, window
+from deltarefit.source.regions import onto_shard, onto_view, pack, window
 from deltarefit.source.replicas import find_replicas
 from deltarefit.source.residual import ResidualBaseline, ResidualStage
 from deltarefit.source.settings import SourceSettings
@@ -60,6 +60,7 @@ __all__ = [
     "onto_view",
     "open_source",
     "owned_tasks",
+    "pack",
     "required_tensors",
     "stable_hash",
     "together",

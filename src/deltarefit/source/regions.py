@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deltarefit.errors import RejectedError
-from deltarefit.pieces import Piece, StridedView
+from deltarefit.pieces import Piece, StridedView, whole
 
-__all__ = ["onto_shard", "onto_view", "window"]
+__all__ = ["onto_shard", "onto_view", "pack", "window"]
 
 _MOST_CUTS = 2**20  # a piece that needs more is not laid out like a tensor of this shape
 
@@ -32,6 +32,20 @@ def window(pieces: Sequence[Piece]) -> tuple[int, int, tuple[Piece, ...]]:
         if piece.num_elements
     )
     return first, end - first, moved
+
+
+def pack(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], tuple[StridedView, ...]]:
+    """The pieces on storage that holds nothing but their elements, and the views to copy there, one behind another."""
+    packed: list[Piece] = []
+    views: list[StridedView] = []
+    start = 0
+    for piece in pieces:
+        if piece.num_elements:
+            here = whole(piece.storage.shape)
+            packed.append(Piece(piece.canonical, StridedView(start, here.shape, here.stride), piece.cast))
+            views.append(piece.storage)
+            start += piece.num_elements
+    return tuple(packed), tuple(views)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ order of the tasks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,8 +19,9 @@ from deltarefit.errors import RejectedError
 from deltarefit.integrations.megatron.facts import TaskFacts
 from deltarefit.integrations.megatron.reading import Held, LocalTasks
 from deltarefit.integrations.torch.local import LocalTensor
+from deltarefit.integrations.torch.tasks import reading
 from deltarefit.pieces import Piece, whole
-from deltarefit.source import Collective, ConversionTask, ResidualPart, assembler_of, onto_view, window
+from deltarefit.source import Collective, ConversionTask, ResidualPart, assembler_of, cut_into_parts, onto_view
 
 __all__ = ["BridgeConverter", "Converting"]
 
@@ -143,9 +143,9 @@ class BridgeConverter:
             spec = TensorSpec(name, facts.dtype, facts.shape)
             tensor = self._tensors[facts.chunk, facts.local_name]
             view = whole(spec.shape)
-            first, count, placed = window(onto_view([Piece(view, view)], tensor.view))
-            words = functools.partial(tensor.words, first, count, DTYPES[spec.dtype])
-            found.append(ConversionTask(f"source of {name}", spec, placed, words, ()))
+            for number, part in enumerate(cut_into_parts(onto_view([Piece(view, view)], tensor.view), spec.element_nbytes)):
+                placed, words = reading(tensor, part, DTYPES[spec.dtype])
+                found.append(ConversionTask(f"source of {name}#{number}", spec, placed, words, ()))
         return found
 
     def dependencies(self) -> Mapping[str, frozenset[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "Shard",
     "ShardOf",
     "clean_name",
+    "is_in_host_memory",
     "is_sharded",
     "local_part",
     "local_tensors",
@@ -94,10 +95,14 @@ class LocalTensor:
             return onto_view(pieces, self.view)
         return onto_shard(pieces, self.shard.shape, self.shard.held, self.view)
 
+    def tensor(self) -> Any:
+        """The parameter or buffer as the module has it now."""
+        return getattr(self.module, self.attribute).detach()
+
     def whole_tensor(self) -> torch.Tensor:
         """A copy of the whole tensor. Collective over the ranks that share it if it is a DTensor."""
         self.live()
-        tensor = getattr(self.module, self.attribute).detach()
+        tensor = self.tensor()
         return tensor.full_tensor() if self.is_dtensor else tensor.clone()  # type: ignore[no-any-return]
 
     def live(self) -> torch.Tensor:
@@ -106,7 +111,7 @@ class LocalTensor:
         Raises:
             RejectedError: it changed shape, strides or dtype, or was gathered, since its facts were read.
         """
-        tensor = getattr(self.module, self.attribute).detach()
+        tensor = self.tensor()
         if is_sharded(tensor) != self.is_dtensor:
             now = "gathered" if self.is_dtensor else "sharded"
             raise RejectedError(
@@ -128,10 +133,26 @@ class LocalTensor:
         """
         tensor = self.live()
         part = tensor.as_strided((count,), (1,), first).to(dtype)
-        if tensor.device.type != "cpu":
+        if not is_in_host_memory(tensor):
             return host_copy(part)
         start = part.storage_offset()
         return storage_words(part)[start : start + count]
+
+    def packed_words(self, views: Sequence[StridedView], dtype: torch.dtype) -> Words:
+        """Bits of the elements of views on the storage, one view behind another, each cast to ``dtype``. Always a copy."""
+        tensor = self.live()
+        packed = torch.empty(sum(view.num_elements for view in views), dtype=dtype, device=tensor.device)
+        start = 0
+        for view in views:
+            place = packed[start : start + view.num_elements].view(view.shape)
+            place.copy_(tensor.as_strided(view.shape, view.stride, view.offset))
+            start += view.num_elements
+        return storage_words(packed) if is_in_host_memory(tensor) else host_copy(packed)
+
+
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether its words can be read where they lie."""
+    return tensor.device.type == "cpu"
 
 
 def host_copy(part: torch.Tensor) -> Words:

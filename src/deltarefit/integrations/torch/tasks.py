@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from deltarefit.bits import DTYPES, dtype_name
-from deltarefit.canonical import TensorSpec
-from deltarefit.integrations.torch.local import LocalTensor
+from deltarefit.canonical import TensorSpec, Words
+from deltarefit.integrations.torch.local import LocalTensor, is_in_host_memory
 from deltarefit.pieces import Piece
-from deltarefit.source import ConversionTask, cut_into_parts, window
+from deltarefit.source import ConversionTask, cut_into_parts, pack, window
 
-__all__ = ["tasks_of"]
+__all__ = ["reading", "tasks_of"]
+
+_MOST_SPREAD = 2
+"""Elements copied at once for each that a part has."""
 
 
 def tasks_of(key: str, spec: TensorSpec, local: LocalTensor, pieces: Sequence[Piece], world_size: int) -> list[ConversionTask]:
@@ -29,15 +34,29 @@ def tasks_of(key: str, spec: TensorSpec, local: LocalTensor, pieces: Sequence[Pi
     parts = cut_into_parts(placed, spec.element_nbytes)
     found = []
     for number, part in enumerate(parts):
-        first, count, moved = window(part)
+        moved, words = reading(local, part, DTYPES[spec.dtype])
         found.append(
             ConversionTask(
                 label if len(parts) == 1 else f"{label}#{number}",
                 spec,
                 moved,
-                functools.partial(local.words, first, count, DTYPES[spec.dtype]),
+                words,
                 tuple(range(world_size)) if shard is None else (),  # a shard does not say where its copies are
                 stored if stored != spec.dtype else "",
             )
         )
     return found
+
+
+def reading(local: LocalTensor, part: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[Piece, ...], Callable[[], Words]]:
+    """The pieces of a part on the words that a scan is given, and what gives them.
+
+    What must be copied anyway is copied without the elements between the part's own: those of a transposed parameter would be
+    nearly all of it, for every part anew.
+    """
+    first, count, moved = window(part)
+    is_copied = local.dtype != dtype or not is_in_host_memory(local.tensor())
+    if not is_copied or count <= _MOST_SPREAD * sum(piece.num_elements for piece in moved):
+        return moved, functools.partial(local.words, first, count, dtype)
+    packed, views = pack(part)
+    return packed, functools.partial(local.packed_words, views, dtype)
