@@ -8,7 +8,8 @@ from kernel_cases import COMPILED
 
 from deltarefit import kernels
 from deltarefit.canonical import DTYPE_NBYTES, word_dtype
-from deltarefit.kernels import Isa
+from deltarefit.errors import RejectedError
+from deltarefit.kernels import Isa, batch
 from deltarefit.kernels.nans import NAN_RULES
 from deltarefit.pieces import Piece, StridedView, whole
 
@@ -66,3 +67,34 @@ def test_strided_and_several_pieces_count_their_own_elements_only(isa):
     baseline = np.empty(15000, "<u2")
     assert kernels.commit(baseline, words, [column(0), column(1), column(2)], dtype="BF16", isa=isa) == 5000
     assert np.array_equal(baseline.reshape(3, 5000), words.reshape(5000, 6).T[:3])
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_many_commits_are_what_each_is(monkeypatch, twin):
+    if twin:
+        monkeypatch.setattr(batch, "resolve", lambda isa: Isa.NUMPY)
+    work, expected = [], []
+    for dtype in ("BF16", "F8_E4M3", "I32", "F32"):
+        words = np.tile(special(dtype), 2)
+        for step in (1, 3):
+            count = words.size // step
+            pieces = [Piece(whole((count,)), StridedView(0, (count,), (step,)))]
+            baseline = np.empty(count, words.dtype)
+            work.append((baseline, words, kernels.PieceTable(pieces), dtype))
+            other = np.empty(count, words.dtype)
+            expected.append((kernels.commit(other, words, pieces, dtype=dtype, isa=Isa.NUMPY), other))
+    assert kernels.commit_many(work) == [count for count, _ in expected]
+    assert all(np.array_equal(one[0], other) for one, (_, other) in zip(work, expected, strict=True))
+    assert kernels.commit_many([]) == []
+
+
+def test_commits_that_do_not_fit_write_nothing():
+    words, view = np.ones(8, "<u2"), whole((8,))
+    table = kernels.PieceTable([Piece(view, view)])
+    baseline = np.zeros(8, "<u2")
+    for wrong in (np.zeros(7, "<u2"), np.zeros(8, "<u4")):
+        with pytest.raises(RejectedError, match="expected a baseline of 8 words uint16"):
+            kernels.commit_many([(baseline, words, table, ""), (wrong, words, table, "")])
+    with pytest.raises(RejectedError):
+        kernels.commit_many([(baseline, words, table, ""), (np.zeros(8, "<u2"), words[:5], table, "")])
+    assert not baseline.any()

@@ -288,16 +288,16 @@ def test_a_commit_that_was_interrupted_can_be_repeated(monkeypatch):
     tensors, words, owner = layered_owner(scan_threads=1)
     touch(words)
     list(owner.build(plan_for(*tensors), MIXED))
-    real, calls = kernels.commit, []
+    real = kernels.commit_many
 
-    def torn(committed, storage, pieces, *, dtype):
-        calls.append(committed)
-        if len(calls) == 4:
-            committed[: committed.size // 2] = storage[: committed.size // 2]
-            raise KeyboardInterrupt
-        return real(committed, storage, pieces, dtype=dtype)
+    def torn(work):
+        monkeypatch.setattr(kernels, "commit_many", real)
+        real(work[:3])
+        committed, storage, *_ = work[3]
+        committed[: committed.size // 2] = storage[: committed.size // 2]
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(kernels, "commit", torn)
+    monkeypatch.setattr(kernels, "commit_many", torn)
     with pytest.raises(KeyboardInterrupt):
         owner.commit()
     owner.commit()
@@ -476,3 +476,23 @@ def test_changes_are_counted_although_most_of_the_tensor_is_sent_whole():
     words[17] ^= 1
     assert emitted(owner, tensor) == [17]
     assert owner.stats.num_changed == 1
+
+
+def test_a_committed_word_that_flipped_is_found_before_what_was_built_from_it_is_committed():
+    """The change was counted from the flipped word: receivers, which hold the right one, would end elsewhere."""
+    tensors, words, owner = layered_owner(scan_threads=1)
+    owner.baseline.trackers[2].words[0][5] ^= 4
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    with pytest.raises(OperatorRequiredError, match=r"layers\.2 .*committed words in this trainer's memory lost the digest"):
+        owner.prove()
+
+
+def test_a_proof_reads_the_candidate_only(monkeypatch):
+    tensors, words, owner = layered_owner(scan_threads=1)
+    touch(words)
+    list(owner.build(plan_for(*tensors), MIXED))
+    monkeypatch.setattr(kernels, "scan", None)
+    owner.prove()
+    owner.commit()
+    assert owner.digests() == {tensor.name: digest_of(tensor, words[tensor.name]) for tensor in tensors}

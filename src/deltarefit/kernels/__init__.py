@@ -18,7 +18,7 @@ from deltarefit.kernels.api import (
     plane_totals,
     scan,
 )
-from deltarefit.kernels.batch import BoundDigest, PreparedApply, digest_many
+from deltarefit.kernels.batch import BoundDigest, PieceTable, PreparedApply, commit_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.coding import ESCAPE, code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
@@ -28,12 +28,14 @@ __all__ = [
     "BoundDigest",
     "BoundPieces",
     "Isa",
+    "PieceTable",
     "PreparedApply",
     "apply",
     "apply_item",
     "available_isas",
     "code_records",
     "commit",
+    "commit_many",
     "count_nans",
     "decode_positions",
     "decode_values",

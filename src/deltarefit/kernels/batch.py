@@ -15,16 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from deltarefit.canonical import TensorDigest, Words
-from deltarefit.errors import BaseMismatchError
+from deltarefit.errors import BaseMismatchError, RejectedError
 from deltarefit.kernels import native, twins
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.checks import check_pieces, check_words, common_cast
+from deltarefit.kernels.checks import check_pieces, check_words, check_writeable, common_cast
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, DigestCall, address, library, resolve
+from deltarefit.kernels.library import ApplyCall, CopyCall, DigestCall, address, library, resolve
+from deltarefit.kernels.nans import NAN_RULES
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
-__all__ = ["BoundDigest", "PreparedApply", "digest_many"]
+__all__ = ["BoundDigest", "PieceTable", "PreparedApply", "commit_many", "digest_many"]
 
 _MOST_THREADS = 8
 _CHANGES = 1 << 15
@@ -33,36 +34,57 @@ _DIGESTED = 1 << 20
 """Elements whose digest is worth it."""
 
 
+class PieceTable:
+    """Pieces as the kernels read them, made once for storages that come and go."""
+
+    __slots__ = ("_fits", "cast", "is_strided", "num_elements", "pieces", "table")
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(piece.normalised() for piece in pieces if piece.num_elements)
+        self.num_elements = sum(piece.num_elements for piece in self.pieces)
+        self.cast = common_cast(self.pieces)
+        self.table = native.make_piece_table(self.pieces)
+        self.is_strided = native.is_strided(self.pieces)
+        self._fits: tuple[int, object] | None = None
+
+    def check(self, storage: Words, what: str) -> None:
+        """Raises RejectedError: storage and pieces do not fit each other."""
+        check_words(storage, f"{what}, storage")
+        if self._fits != (storage.size, storage.dtype):
+            check_pieces(self.pieces, storage, what)
+            self._fits = (storage.size, storage.dtype)
+
+
 class BoundDigest:
-    """Pieces bound to the words whose digest they give: checked and tabulated once."""
+    """Pieces bound to the words whose digest they give."""
 
-    __slots__ = ("_is_strided", "_isa", "_pieces", "_storage", "_table", "_widen", "num_elements")
+    __slots__ = ("_isa", "_pieces", "_storage")
 
-    def __init__(self, storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -> None:
+    def __init__(self, storage: Words, pieces: PieceTable | Sequence[Piece], *, isa: Isa | None = None) -> None:
         """``storage`` must stay where it is.
 
         Raises:
             RejectedError: storage and pieces do not fit each other.
         """
-        check_words(storage, "digest, storage")
-        held = tuple(piece.normalised() for piece in pieces if piece.num_elements)
-        check_pieces(held, storage, "digest")
-        self.num_elements = sum(piece.num_elements for piece in held)
-        self._widen = common_cast(held) is Cast.WIDEN
-        self._storage, self._pieces, self._isa = storage, held, resolve(isa)
-        self._table = native.make_piece_table(held)
-        self._is_strided = native.is_strided(held)
+        self._pieces = pieces if isinstance(pieces, PieceTable) else PieceTable(pieces)
+        self._pieces.check(storage, "digest")
+        self._storage, self._isa = storage, resolve(isa)
+
+    @property
+    def num_elements(self) -> int:
+        return self._pieces.num_elements
 
     def _plain(self) -> TensorDigest | None:
         try:
-            return twins.digest(self._storage, self._pieces)
+            return twins.digest(self._storage, self._pieces.pieces)
         except BaseMismatchError:
             return None
 
     def _fill(self, call: DigestCall) -> None:
-        call.storage, call.table, call.pieces = address(self._storage), address(self._table), len(self._pieces)
-        call.width = self._storage.dtype.itemsize // (2 if self._widen else 1)
-        call.widen, call.offender = self._widen, -1
+        widen = self._pieces.cast is Cast.WIDEN
+        call.storage, call.table, call.pieces = address(self._storage), address(self._pieces.table), len(self._pieces.pieces)
+        call.width = self._storage.dtype.itemsize // (2 if widen else 1)
+        call.widen, call.offender = widen, -1
 
 
 def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[TensorDigest | None]:
@@ -78,7 +100,7 @@ def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[T
     calls = (DigestCall * len(bound))()
     for call, one in zip(calls, bound, strict=True):
         one._fill(call)
-    panel_nbytes = library().deltarefit_panel_nbytes() if any(one._is_strided for one in bound) else 0
+    panel_nbytes = library().deltarefit_panel_nbytes() if any(one._pieces.is_strided for one in bound) else 0
 
     def work(first: int, last: int) -> None:
         panel = np.empty(panel_nbytes, np.uint8)
@@ -87,6 +109,39 @@ def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[T
 
     _in_shares([one.num_elements for one in bound], work, _DIGESTED, num_threads)
     return [TensorDigest(call.lane0, call.lane1) if call.offender < 0 else None for call in calls]
+
+
+def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]]) -> list[int]:
+    """``commit`` of each (baseline, candidate, pieces, dtype), one after the other in one call; counts elements that are NaN.
+
+    Raises:
+        RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
+    """
+    for baseline, candidate, pieces, _ in work:
+        check_words(baseline, "commit, baseline")
+        check_writeable(baseline, "commit, baseline")
+        pieces.check(candidate, "commit")
+        if baseline.dtype != candidate.dtype or baseline.size != pieces.num_elements:
+            expected = f"{pieces.num_elements} words {candidate.dtype}"
+            raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
+    if resolve(None) is Isa.NUMPY:
+        return [_plain_commit(*one) for one in work]
+    calls = (CopyCall * len(work))()
+    for call, (baseline, candidate, pieces, dtype) in zip(calls, work, strict=True):
+        call.to, call.storage, call.table = address(baseline), address(candidate), address(pieces.table)
+        call.pieces, call.width = len(pieces.pieces), candidate.dtype.itemsize
+        if rule := NAN_RULES.get(dtype):
+            call.counts = True
+            call.rule[:] = rule
+    panel_nbytes = library().deltarefit_panel_nbytes() if any(pieces.is_strided for _, _, pieces, _ in work) else 0
+    panel = np.empty(panel_nbytes, np.uint8)
+    library().deltarefit_copy_many(ctypes.byref(calls), len(work), address(panel) if panel_nbytes else None)
+    return [call.counted for call in calls]
+
+
+def _plain_commit(baseline: Words, candidate: Words, pieces: PieceTable, dtype: str) -> int:
+    twins.commit(baseline, candidate, pieces.pieces)
+    return twins.count_nans(baseline, NAN_RULES.get(dtype))
 
 
 class PreparedApply:

@@ -339,6 +339,17 @@ struct DigestCall {
   u64 lane0, lane1;
 };
 
+struct CopyCall {
+  u8* to;                 // consecutive elements
+  const u8* storage;
+  const i64* table;
+  i64 pieces;
+  i64 width;              // bytes of an element
+  i64 counts;             // count elements of which (x + rule[0]) & rule[1] exceeds rule[2]
+  u64 rule[3];
+  i64 counted;
+};
+
 }  // namespace deltarefit
 
 #endif

@@ -109,11 +109,11 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; native.py refuses a library of another number.
-API i64 deltarefit_abi() { return 7; }
+API i64 deltarefit_abi() { return 8; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
-  const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall)};
-  return which >= 0 && which < 3 ? sizes[which] : -1;
+  const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall)};
+  return which >= 0 && which < 4 ? sizes[which] : -1;
 }
 
 // The best instruction set here: 1 portable, 2 AVX2, 3 AVX-512.
@@ -223,5 +223,14 @@ API i64 deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i6
     case 2: return copy_pieces<u16>(to, from, table, pieces, scratch, rule);
     case 4: return copy_pieces<u32>(to, from, table, pieces, scratch, rule);
     default: return copy_pieces<u64>(to, from, table, pieces, scratch, rule);
+  }
+}
+
+// `scratch` as above, for all of them in turn.
+API void deltarefit_copy_many(CopyCall* calls, i64 n, u8* scratch) {
+  for (i64 i = 0; i < n; i++) {
+    CopyCall& call = calls[i];
+    const u64* rule = call.counts ? call.rule : nullptr;
+    call.counted = deltarefit_copy(call.to, call.storage, call.table, call.pieces, call.width, scratch, rule);
   }
 }

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from deltarefit.errors import RejectedError
 from deltarefit.kernels.isa import Isa
 
-__all__ = ["ApplyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
+__all__ = ["ApplyCall", "CopyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
 
-_ABI = 7
+_ABI = 8
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -99,6 +99,21 @@ class DigestCall(Structure):
     )
 
 
+class CopyCall(Structure):
+    """``struct CopyCall`` of common.h."""
+
+    _fields_ = (
+        ("to", c_void_p),
+        ("storage", c_void_p),
+        ("table", c_void_p),
+        ("pieces", c_int64),
+        ("width", c_int64),
+        ("counts", c_int64),
+        ("rule", c_uint64 * 3),
+        ("counted", c_int64),
+    )
+
+
 def _load(path: Path) -> ctypes.CDLL | None:
     """The library at ``path``, or None with the reason logged."""
     try:
@@ -106,8 +121,8 @@ def _load(path: Path) -> ctypes.CDLL | None:
         loaded.deltarefit_abi.restype = c_int64
         loaded.deltarefit_call_nbytes.restype = c_int64
         loaded.deltarefit_call_nbytes.argtypes = (c_int64,)
-        sizes = tuple(loaded.deltarefit_call_nbytes(which) for which in range(3))
-        expected = tuple(ctypes.sizeof(call) for call in (ScanCall, ApplyCall, DigestCall))
+        sizes = tuple(loaded.deltarefit_call_nbytes(which) for which in range(4))
+        expected = tuple(ctypes.sizeof(call) for call in (ScanCall, ApplyCall, DigestCall, CopyCall))
         if loaded.deltarefit_abi() != _ABI or sizes != expected:
             reason = f"it was built from other sources (ABI {loaded.deltarefit_abi()}, structures {sizes})"
         else:
@@ -130,6 +145,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("scan", c_int64, (POINTER(ScanCall), c_int64)),
         ("apply", c_int64, (POINTER(ApplyCall), c_int64)),
         ("apply_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
+        ("copy_many", None, (c_void_p, c_int64, c_void_p)),
         ("digest_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("plane_totals", None, (c_void_p, c_int64, c_int64, c_void_p)),
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),

@@ -21,7 +21,15 @@ from deltarefit.pieces import Piece, StridedView, merge_pieces, whole
 from deltarefit.records import CodedItem, Encoding, LocationForm
 from deltarefit.source.task import ConversionTask
 
-__all__ = ["SourceBaseline", "TaskTracker", "TrackerScan", "allocate", "count_changed"]
+__all__ = [
+    "SourceBaseline",
+    "TaskTracker",
+    "TrackerScan",
+    "allocate",
+    "candidate_digests",
+    "count_changed",
+    "overwrite",
+]
 
 _ALIGNMENT = 64  # a cache line, and the widest vector of the scan kernels
 
@@ -48,7 +56,7 @@ def count_changed(item: CodedItem, storage: Words, committed: Words, pieces: Seq
 class TaskTracker:
     """The committed words of one task, group of pieces after group, each in piece order."""
 
-    __slots__ = ("_words", "digest", "groups", "num_nans", "task")
+    __slots__ = ("_tables", "_words", "digest", "groups", "num_nans", "task")
 
     def __init__(self, task: ConversionTask, groups: tuple[tuple[Piece, ...], ...], words: tuple[Words, ...]) -> None:
         self.task = task
@@ -58,6 +66,7 @@ class TaskTracker:
         """Of the committed words."""
         self.num_nans = 0
         """Committed elements that are NaN."""
+        self._tables = tuple(kernels.PieceTable(group) for group in groups)
 
     @property
     def words(self) -> tuple[Words, ...]:
@@ -66,9 +75,8 @@ class TaskTracker:
 
     def fill(self) -> None:
         """Take the storage as it is now for committed."""
-        self.overwrite()
-        storage = self.task.words()
-        self.digest = sum((kernels.digest(storage, group) for group in self.groups), TensorDigest())
+        overwrite([self])
+        (self.digest,) = candidate_digests([self])
 
     def recount(self) -> TensorDigest:
         """The digest of the committed words, from memory."""
@@ -91,13 +99,35 @@ class TaskTracker:
                 num_changed += count_changed(result.item, storage, committed, pieces)
         return TrackerScan(tuple(items), change, num_changed)
 
-    def overwrite(self) -> None:
-        """Copy the storage over the committed words: absolute, so it may be repeated. The digest is the caller's to update."""
-        storage = self.task.words()
-        self.num_nans = sum(
-            kernels.commit(committed, storage, pieces, dtype=self.task.spec.dtype)
-            for pieces, committed in zip(self.groups, self._words, strict=True)
-        )
+
+def overwrite(trackers: Sequence[TaskTracker]) -> None:
+    """Copy storages over committed words: absolute, so it may be repeated. The digests are the caller's to update."""
+    work = [
+        (tracker, (committed, storage, table, tracker.task.spec.dtype))
+        for tracker in trackers
+        for storage in (tracker.task.words(),)
+        for committed, table in zip(tracker._words, tracker._tables, strict=True)
+    ]
+    counted = kernels.commit_many([one for _, one in work])
+    for tracker in trackers:
+        tracker.num_nans = 0
+    for (tracker, _), count in zip(work, counted, strict=True):
+        tracker.num_nans += count
+
+
+def candidate_digests(trackers: Sequence[TaskTracker]) -> list[TensorDigest]:
+    """Of the storages as they are now, one per tracker."""
+    work = [
+        (number, kernels.BoundDigest(storage, table))
+        for number, tracker in enumerate(trackers)
+        for storage in (tracker.task.words(),)
+        for table in tracker._tables
+    ]
+    totals = [TensorDigest() for _ in trackers]
+    for (number, _), digest in zip(work, kernels.digest_many([one for _, one in work], num_threads=1), strict=True):
+        if digest is not None:  # only widened elements have none
+            totals[number] += digest
+    return totals
 
 
 def _one_after_another(pieces: Sequence[Piece]) -> list[Piece]:

@@ -123,7 +123,7 @@ class Owner:
         self._stats = totals.stats()
 
     def verify(self) -> None:
-        """Prove ahead of the commit that the direct shards are still what was sent: the commit then need not scan them again.
+        """Prove ahead of the commit that the direct shards are still what was sent: the commit then need not do it.
 
         Waits for no other rank. Nothing happens if the settings want no proof.
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from deltarefit.canonical import TensorDigest
 from deltarefit.errors import OperatorRequiredError
 from deltarefit.records import Encoding
-from deltarefit.source.baseline import SourceBaseline, TaskTracker
+from deltarefit.source.baseline import SourceBaseline, TaskTracker, candidate_digests, overwrite
 from deltarefit.source.buckets import cut_into_chunks
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.task import ConversionTask
@@ -59,7 +59,7 @@ class TrackerSet:
             raise moved(tracker.task)
 
     def verify(self) -> None:
-        """Scan once more, before anything is committed. Shards that passed are not scanned again after an interruption.
+        """See that nothing changed, before anything is committed. Shards that passed are not read again after an interruption.
 
         Raises:
             OperatorRequiredError: the candidate is no longer what was scanned.
@@ -105,17 +105,29 @@ class TrackerSet:
         )
 
     def _verify(self, chunk: Chunk) -> None:
-        for tracker in chunk:
-            if tracker in self._changes and tracker not in self._verified:
-                if tracker.scan(Encoding.OVERWRITE).change != self._changes[tracker]:
-                    raise moved(tracker.task)
-                self._verified.add(tracker)
+        """By digests, which takes one read of the candidate where another scan would read the committed words, too."""
+        pending = [tracker for tracker in chunk if tracker in self._changes and tracker not in self._verified]
+        for tracker, digest in zip(pending, candidate_digests(pending), strict=True):
+            if digest != tracker.digest + self._changes[tracker]:
+                raise self._wrong(tracker)
+            self._verified.add(tracker)
+
+    def _wrong(self, tracker: TaskTracker) -> OperatorRequiredError:
+        """Either the candidate moved, or the committed words that the change was counted from had lost their digest."""
+        if tracker.scan(Encoding.OVERWRITE).change != self._changes[tracker]:
+            return moved(tracker.task)
+        return OperatorRequiredError(
+            f"tensor {tracker.task.spec.name} (task {tracker.task.key}): the committed words in this trainer's memory lost "
+            "the digest that they were committed with, so what was sent is relative to wrong bits and not committed. End the "
+            "transition with 'deltarefit abort', look for the cause (memory, another writer to the baseline), and make a new "
+            "Publisher, which sends every element once"
+        )
 
     def _commit(self, chunk: Chunk) -> None:
-        for tracker in chunk:
-            if tracker in self._changes:
-                tracker.overwrite()
-                tracker.digest = tracker.digest + self._changes.pop(tracker)
+        pending = [tracker for tracker in chunk if tracker in self._changes]
+        overwrite(pending)
+        for tracker in pending:
+            tracker.digest = tracker.digest + self._changes.pop(tracker)
 
     def _run(self, work: Callable[[Chunk], None]) -> None:
         for _ in self.over_chunks(work):
