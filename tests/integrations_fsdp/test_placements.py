@@ -57,7 +57,7 @@ def test_six_experts_over_four_ranks_leave_the_last_rank_empty():
 
 
 def test_a_strided_shard_alone_is_gate_rows_and_up_rows():
-    """sources.md section 4: torch's offset helpers report one block of 4 rows for this one."""
+    """Torch's offset helpers report one block of 4 rows for this one."""
     split = MeshSplit(2, 1, 1, split_factor=2)
     assert held_intervals("gate_up_proj", (2, 8, 4), [split])[1] == ((2, 4), (6, 8))
 

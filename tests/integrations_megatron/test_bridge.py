@@ -68,7 +68,7 @@ def test_the_demo_trains_a_megatron_model_and_ends_bit_equal():
 
 
 def test_a_tensor_that_bridge_silently_skips_is_refused_by_name(tmp_path):
-    """Bridge only logs that it cannot find a name, and leaves the tensor out of its tasks (sources.md, trap 2)."""
+    """Bridge only logs that it cannot find a name, and leaves the tensor out of its tasks."""
     from safetensors.torch import load_file, save_file
 
     write_case_checkpoint(CASES["hybrid_experts"], tmp_path / "checkpoint")

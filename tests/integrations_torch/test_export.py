@@ -1,5 +1,8 @@
 """Exports that compute: merged adapters, block-scaled float8, sums, and a user's own function."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -20,6 +23,7 @@ from deltarefit.source import LocalCollective, SourceSettings, open_source  # no
 from deltarefit.testing.collective import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
+DOCUMENT = Path(__file__).parents[2] / "docs" / "sources.md"
 ONE_THREAD = SourceSettings(scan_threads=1)
 
 
@@ -130,6 +134,25 @@ def test_merged_adapters_are_refitted_exactly(world_size, by_layer):
     assert_equal(held, expected)
     assert {item.spec.name for item in items} == {"layers.1.weight", "norm"}
     assert sources[0].residual_names == {f"layers.{n}.weight" for n in range(3)}
+
+
+def test_the_documented_merge_gives_the_sums_under_the_checkpoints_names():
+    (text,) = re.findall(r"```python\n(SCALING = .*?)\n\n\npublisher = ", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    exec(text, documented := {})
+    model = nn.Module()
+    model.base_model = nn.Module()
+    model.base_model.model = Model(Lora)
+    before = {name: tensor.clone() for name, tensor in documented["merged"](model.state_dict()).items()}
+    assert sorted(before) == ["layers.0.weight", "layers.1.weight", "layers.2.weight", "norm"]
+    layer = model.base_model.model.layers[1]
+    factors = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    assert torch.equal(before["layers.1.weight"], layer.base_layer.weight + factors * 2)
+    held, expected, sources, items = refit(
+        [model], documented["merged"], lambda model: layer.lora_A["default"].weight.mul_(2), 1, export_by_layer=True
+    )
+    assert_equal(held, expected)
+    assert {item.spec.name for item in items} == {"layers.1.weight"}
+    assert len(sources[0].residual_names) == 3
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

@@ -76,7 +76,7 @@ def test_an_element_missing_in_the_middle_is_named():
 
 
 def test_a_tensor_nobody_owns_is_refused():
-    """sources.md trap 2: a converter that silently skips a tensor."""
+    """A converter that silently skips a tensor."""
     with pytest.raises(RejectedError, match=r"embeddings.weight BF16\[4, 6\]: no rank has any part of it"):
         audit_coverage(Catalog([spec("embeddings.weight")]), [], LocalCollective())
 
@@ -167,7 +167,7 @@ def test_ranks_with_different_models_are_refused_with_first_names():
 
 
 def test_checkpoint_and_model_are_compared_in_both_directions():
-    """sources.md traps 1 and 2: padded vocabulary, a renamed embedding."""
+    """A padded vocabulary, a renamed embedding."""
     model = Catalog([spec("embed", (192, 4)), spec("backbone.embedding"), spec("norm", (4,))])
     checkpoint = Catalog([spec("embed", (150, 4)), spec("backbone.embeddings"), spec("norm", (4,))])
     check_manifest(checkpoint, checkpoint)
