@@ -30,6 +30,10 @@ class CachedEngine(LocalEngine):
         self.troubles = []
         """What the next applications raise or wait for."""
         self.refuses_reset = 0
+        self.reset_answer = None
+        """What the hook answers while it does nothing; raises if that is None."""
+        self.opening_troubles = {}
+        """What labelling the engine and opening its gate raise next, by call."""
 
     def answer(self, prompt):
         """A request: what a prompt gives under the weights of the first time it was asked."""
@@ -52,15 +56,22 @@ class CachedEngine(LocalEngine):
         self.log.append("drop")
         if self.refuses_reset:
             self.refuses_reset -= 1
-            raise OperatorRequiredError("the prefix cache was not dropped: {'todo': 'not supported'}")
+            if self.reset_answer is None:
+                raise OperatorRequiredError("the prefix cache was not dropped: {'todo': 'not supported'}")
+            return self.reset_answer
         self.cache.clear()
+        return True
 
     def publish(self, policy_version):
         self.log.append("publish")
+        if "publish" in self.opening_troubles:
+            raise self.opening_troubles.pop("publish")
         super().publish(policy_version)
 
     def reopen_gate(self):
         self.log.append("reopen")
+        if "reopen" in self.opening_troubles:
+            raise self.opening_troubles.pop("reopen")
         super().reopen_gate()
 
 
@@ -130,10 +141,14 @@ def test_an_attempt_that_was_given_up_after_writing_leaves_the_gate_closed_and_t
     served.pair.assert_equal()
 
 
-def test_a_cache_reset_that_did_nothing_is_ignored(make):
+@pytest.mark.parametrize(
+    "answer", [None, False, {"todo": "not supported"}, "unsupported"], ids=["raises", "false", "todo", "text"]
+)
+def test_a_cache_reset_that_did_nothing_is_ignored(make, answer):
     """The version is committed, but this engine may not serve it: it is shut, and named, until its cache is gone."""
     served = make(num_receivers=2, min_receivers=2)
     engine, receiver = served.engines[0], served.receivers[0]
+    engine.reset_answer = answer
     served.refit(0)
     with receiver.serving(5.0):
         engine.answer(3)
@@ -149,6 +164,57 @@ def test_a_cache_reset_that_did_nothing_is_ignored(make):
     with receiver.serving(10.0):  # it tried again by itself
         assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
     served.refit(2)
+    served.pair.assert_equal()
+
+
+def test_the_hook_of_a_plain_module_says_that_its_cache_stays(tmp_path):
+    """A module has no engine around it: whoever serves it drops caches in ``on_refit``, and that may fail too."""
+    with Pair(tmp_path, num_receivers=0) as pair:
+        pair.models.append(Fused(pair.policy))
+        answers = [None, False, {"todo": "not supported"}, RuntimeError("the cache is held")]
+        asked = []
+
+        def on_refit(policy_version):
+            asked.append(policy_version)
+            answer = answers[0] if len(answers) == 1 else answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        receiver = pair.attach(pair.models[0], "rollout", on_refit=on_refit)
+        publisher = pair.publisher()
+        perturb(pair.policy, 0)
+        publisher.refit()
+        with receiver.serving(5.0):
+            assert asked == [1]
+        perturb(pair.policy, 1)
+        assert publisher.refit().policy_version == 2
+        with pytest.raises(DeadlineError):
+            receiver.serving(0.5).__enter__()
+        answers[:] = [True]
+        with receiver.serving(10.0):  # it asked again by itself
+            pair.assert_equal()
+        assert set(asked[1:]) == {2}
+
+
+@pytest.mark.parametrize("call", ["publish", "reopen"])
+@pytest.mark.parametrize("when", ["at the end of a refit", "between refits"])
+def test_an_engine_that_could_not_be_opened_once_stays_shut_until_the_next_refit(make, call, when):
+    served = make()
+    engine, receiver = served.engines[0], served.receivers[0]
+    served.refit(0)
+    trouble = {call: AttemptFailedError("the server did not answer")}
+    if when == "at the end of a refit":
+        engine.opening_troubles = trouble
+        served.refit(1)
+    else:
+        engine.refuses_reset = 10**6
+        served.refit(1)
+        engine.opening_troubles = trouble
+        engine.refuses_reset = 0
+    with receiver.serving(10.0):  # it tried again by itself
+        assert engine.policy_version == 2
+    assert not engine.opening_troubles
     served.pair.assert_equal()
 
 

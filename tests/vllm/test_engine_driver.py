@@ -193,9 +193,10 @@ def test_a_payload_may_be_a_file_which_is_left_alone(engine, tmp_path) -> None:
     path.unlink()
 
 
-def test_caches_that_stay_are_an_operators_matter(fake_llm, engine) -> None:
+@pytest.mark.parametrize("answer", [False, None, {"todo": "not supported"}, "unsupported"])
+def test_caches_that_stay_are_an_operators_matter(fake_llm, engine, answer) -> None:
     engine.close_gate(1.0)
-    fake_llm.can_reset = False
+    fake_llm.can_reset = answer
     with pytest.raises(OperatorRequiredError, match="prefix cache"):
         engine.drop_caches()
     assert not engine.request_gate.is_open

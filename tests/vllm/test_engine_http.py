@@ -140,7 +140,8 @@ def test_requests_that_do_not_end_are_a_deadline(server, engine) -> None:
         engine.close_gate(0.05)
 
 
-def test_a_cache_that_was_not_reset_is_an_error(fake_llm, engine) -> None:
-    fake_llm.can_reset = False
+@pytest.mark.parametrize("answer", [False, None, {"todo": "not supported"}, "unsupported"])
+def test_a_cache_that_was_not_reset_is_an_error(fake_llm, engine, answer) -> None:
+    fake_llm.can_reset = answer
     with pytest.raises(OperatorRequiredError):
         engine.drop_caches()

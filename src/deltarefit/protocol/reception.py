@@ -213,6 +213,10 @@ class Reception:
         self._resident = self._resident.reopened(record, receiver=self._receiver)
         return True
 
+    def keep_gate_closed(self) -> None:
+        """The request gate was to open, but could not be opened."""
+        self._resident = self._resident.closed()
+
     # ------------------------------------------------------------------------------------------ arrivals
 
     def arrive(self, arrival: Arrival) -> Verdict:

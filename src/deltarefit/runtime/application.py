@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from deltarefit.errors import (
@@ -35,7 +36,7 @@ from deltarefit.protocol import (
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, Pace
 from deltarefit.runtime.delivery import AttemptDelivery, DeliveryLimits
-from deltarefit.runtime.engine import EngineDriver
+from deltarefit.runtime.engine import EngineDriver, require_done
 from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.progress import Progress, ProgressBoard
 from deltarefit.runtime.sharing import ReceiverFeeds
@@ -247,11 +248,11 @@ class Application:
         """
         holds = self.reception.committed(record)
         self._end_delivery()
-        self._engine.drop_caches()
+        require_done(self._engine.drop_caches(), f"receiver {self._receiver}: drop_caches")
         if not holds:
             raise AttemptFailedError(f"receiver {self._receiver}: its weights are not those of {record}")
+        self._engine.publish(record.policy_version)  # may refuse too: a module's owner drops caches there
         self._must_drop = False
-        self._engine.publish(record.policy_version)
 
     def reopen(self, attempt: AttemptId, record: CommitRecord) -> bool:
         """Serve again at the end of a transition; False if another attempt came after it.
@@ -266,7 +267,8 @@ class Application:
             )
         if not self.reception.reopen_gate(attempt, record):
             return False
-        self._engine.reopen_gate()
+        with self._opening():
+            self._engine.reopen_gate()
         if self._closed_s is not None:
             self._log.add(StageEvent("pause", self._log.where, attempt, self._closed_s, self._log.now_s()))
         self._closed_s = None
@@ -311,14 +313,24 @@ class Application:
         if not self.reception.committed(state.record):
             return False
         if self._must_drop:
-            self._engine.drop_caches()
-            self._must_drop = False
+            require_done(self._engine.drop_caches(), f"receiver {self._receiver}: drop_caches")
         if not self.reception.reopen_gate(None, state.record):
             return False
-        self._engine.publish(state.record.policy_version)
-        self._engine.reopen_gate()
+        with self._opening():
+            self._engine.publish(state.record.policy_version)
+            self._must_drop = False
+            self._engine.reopen_gate()
         self._must_shut = False
         return True
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """An engine that could not be opened is closed, whatever was meant: so it is tried again."""
+        try:
+            yield
+        except BaseException:
+            self.reception.keep_gate_closed()
+            raise
 
     # --- payloads ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from deltarefit.canonical import Catalog
+from deltarefit.errors import OperatorRequiredError
 from deltarefit.payload import Limits, decode
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.plan import RefitPlan
@@ -14,7 +15,20 @@ from deltarefit.run_key import check_key
 from deltarefit.runtime.adapters import rank_receiver
 from deltarefit.runtime.gate import LocalGate, RequestGate
 
-__all__ = ["DecodingEngine", "EngineDriver", "LocalEngine"]
+__all__ = ["DecodingEngine", "EngineDriver", "LocalEngine", "require_done"]
+
+
+def require_done(answer: object, what: str) -> None:
+    """Take a hook's answer: None or True says that caches are gone; anything else, that they may not be.
+
+    Raises:
+        OperatorRequiredError: serving on would answer from older weights.
+    """
+    if answer is not None and answer is not True:
+        raise OperatorRequiredError(
+            f"{what}: expected None or True once caches of older weights are gone, got {answer!r:.200}; the request gate stays "
+            "closed, and opens by itself once another try succeeds"
+        )
 
 
 class EngineDriver(Protocol):
@@ -56,8 +70,9 @@ class EngineDriver(Protocol):
     def stale(self) -> str:
         """What has changed on any rank since prewarm so that it must be run again, in words; empty if nothing has."""
 
-    def drop_caches(self) -> None:
-        """Forget everything computed from older weights (prefix and KV caches). A refusal is an error."""
+    def drop_caches(self) -> object:
+        """Forget everything computed from older weights (prefix and KV caches). A refusal is an error; so is any answer but
+        None and True, for many engines answer what they cannot do instead of raising."""
 
     def publish(self, policy_version: int) -> None:
         """Label the engine's answers with this version. Data only: it must not disturb requests."""
@@ -100,7 +115,7 @@ class LocalEngine:
         load_weights: Callable[[Iterable[tuple[str, Any]]], object],
         *,
         request_gate: RequestGate | None = None,
-        on_refit: Callable[[int], None] | None = None,
+        on_refit: Callable[[int], object] | None = None,
         key: bytes | None = None,
         limits: Limits | None = None,
         settings: ReceiverSettings | None = None,
@@ -152,12 +167,12 @@ class LocalEngine:
         return self._rank.stale()
 
     def drop_caches(self) -> None:
-        """A bare module has no caches; its owner clears what it keeps in ``on_refit``."""
+        """A bare module has no caches; its owner clears what it keeps in ``on_refit``, which may refuse."""
 
     def publish(self, policy_version: int) -> None:
-        self.policy_version = policy_version
         if self._on_refit is not None:
-            self._on_refit(policy_version)
+            require_done(self._on_refit(policy_version), "on_refit")
+        self.policy_version = policy_version
 
     def reopen_gate(self) -> None:
         self._gate.reopen()

@@ -182,7 +182,7 @@ class Receiver:
         run: str,
         name: str | None = None,
         request_gate: RequestGate | None = None,
-        on_refit: Callable[[int], None] | None = None,
+        on_refit: Callable[[int], object] | None = None,
         key: bytes | None = None,
         settings: ReceiverAgentSettings | None = None,
         rank_settings: ReceiverSettings | None = None,

@@ -140,7 +140,7 @@ class _EngineFace:
         return self._flush(_FLUSH_S)
 
     def _flush(self, timeout_s: float) -> bool:
-        return bool(self._run(self._manager.flush_cache(timeout_s=timeout_s), "flush_cache").success)
+        return self._run(self._manager.flush_cache(timeout_s=timeout_s), "flush_cache").success is True
 
 
 class OfflineCalls(_EngineFace):
