@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -143,4 +144,49 @@ def test_a_relay_with_another_key_takes_no_part_and_is_named(tmp_path):
                 publisher.refit()
         report = pair.publisher(key=KEY).refit()
         assert (report.transport, report.attempts) == ("object_store", 1)
+        pair.assert_equal()
+
+
+def test_nobody_is_refused_for_what_a_dead_trainer_left(tmp_path):
+    """The key is changed after a crash: receivers that start first wait for the next trainer."""
+    with Pair(tmp_path, num_receivers=0) as pair:
+        quick = msgspec.structs.replace(SETTINGS, lease_s=1.0)
+        dead = pair.publisher(key=OTHER, settings=quick)
+        dead._hold._heartbeat.close(say_goodbye=False)
+        model = Fused(pair.policy)
+        pair.models.append(model)
+        receiver = pair.attach(model, "rollout-0", key=KEY, settings=msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=1.0))
+        CLOCK.sleep(0.5)
+        assert receiver.failure is None
+        publisher = pair.publisher(key=KEY, settings=quick)
+        perturb(pair.policy, 0)
+        assert publisher.refit().receivers == ("rollout-0",)
+        pair.assert_equal()
+
+
+def test_a_lease_that_is_longer_than_the_trainers_is_refused(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        model = Fused(pair.policy)
+        receiver = pair.attach(model, "rollout-0", settings=msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=6.0))
+        pair.publisher()
+        with pytest.raises(deltarefit.RejectedError, match=r"receiver rollout-0: lease_s 6, the trainer's is 5; .*set lease_s"):
+            receiver.wait_joined(20.0)
+
+
+def test_no_trainer_is_refused_for_what_a_dead_receiver_left(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        quick = msgspec.structs.replace(SETTINGS, lease_s=1.0)
+        briefly = msgspec.structs.replace(RECEIVER_SETTINGS, lease_s=1.0)
+        dead = pair.attach(Fused(pair.policy), "dead", key=OTHER, settings=briefly)
+        dead._presence._heartbeat.close(say_goodbye=False)
+        dead._stopping.set()
+        model = Fused(pair.policy)
+        pair.models.append(model)
+        publisher = pair.publisher(key=KEY, settings=quick)
+        perturb(pair.policy, 0)
+        with ThreadPoolExecutor(1) as pool:
+            refitted = pool.submit(publisher.refit)
+            CLOCK.sleep(0.5)
+            pair.attach(model, "rollout-0", key=KEY, settings=briefly)
+            assert refitted.result(30.0).receivers == ("rollout-0",)
         pair.assert_equal()

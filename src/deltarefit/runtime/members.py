@@ -83,10 +83,11 @@ class Members:
             shown = one.member.membership
             if one.verdict is LeaseVerdict.EXPIRED:
                 continue
-            if shown.refusal:
-                self._refusals[receiver] = f"receiver {receiver} ({shown.engine}) refuses this model: {shown.refusal}"
-            elif trouble := self.key_trouble(one.member):
-                self._refusals[receiver] = trouble
+            trouble = self.key_trouble(one.member)
+            if shown.refusal or trouble:
+                if _lives(one):  # else it may be what a dead one left
+                    text = f"receiver {receiver} ({shown.engine}) refuses to take part: {shown.refusal}"
+                    self._refusals[receiver] = trouble or text
             elif self._is_ready(one, catalog_digest):
                 ready[receiver] = one.member
         return ready
@@ -130,8 +131,7 @@ class Members:
 
     def _is_ready(self, one: _Watched, catalog_digest: str) -> bool:
         shown = one.member.membership
-        lives = one.verdict is LeaseVerdict.ALIVE or one.is_fresh
-        return lives and bool(shown.summary_digest) and shown.catalog_digest == catalog_digest
+        return _lives(one) and bool(shown.summary_digest) and shown.catalog_digest == catalog_digest
 
     def _undecided(self, catalog_digest: str) -> bool:
         """Whether a prewarmed receiver is there of which nobody knows yet whether it lives; soon its lease tells."""
@@ -179,6 +179,11 @@ class Members:
             data = self._store.get(keys.plan(digest), max_nbytes=_MAX_SUMMARY_NBYTES)
             self._summaries[digest] = decode_message(data, EngineSummary, sender=f"receiver {member.receiver}")
         return self._summaries[digest]
+
+
+def _lives(one: _Watched) -> bool:
+    """For certain, not only as far as nobody knows better."""
+    return one.verdict is LeaseVerdict.ALIVE or one.is_fresh
 
 
 def _beat(reading: BeaconReading) -> str:

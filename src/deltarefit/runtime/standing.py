@@ -68,6 +68,8 @@ class Standing:
         self._is_restore_ordered = False
         self._clock = clock
         self._retry_s = 0.0
+        self._beat = self._first_beat = ("", 0)
+        """Of the coordinator's beacon: the latest, and the one by which it is told whether that one moves."""
         self._retry: Deadline | None = None
         """When to prewarm again after it failed."""
         renew_s = presence.lease.renew_s
@@ -111,8 +113,10 @@ class Standing:
         if notice is None:
             return False
         try:
-            self._check_lease(notice)
-            self._check_key(notice)
+            if (trouble := self._trouble(notice)) and self._is_heard_twice(trouble):
+                raise RejectedError(f"receiver {self._name}: {trouble}")
+            if trouble:
+                return False
             catalog = Catalog.from_wire(self._store.get(keys.plan(notice.catalog_digest), max_nbytes=MAX_PLAN_NBYTES))
             digest = self._prewarm(catalog)
         except RejectedError as error:
@@ -162,16 +166,24 @@ class Standing:
             self._may_catch_up = True
             self._prove_place()
 
-    def _check_lease(self, notice: RunNotice) -> None:
+    def _trouble(self, notice: RunNotice) -> str:
+        """Why this receiver cannot work with that trainer; empty if it can."""
         if self._presence.lease.lease_s > notice.lease_s:
-            raise RejectedError(
-                f"receiver {self._name}: lease_s {self._presence.lease.lease_s:g}, the trainer's is {notice.lease_s:g}; a "
-                "receiver must give itself up before others do: set lease_s to the trainer's"
+            return (
+                f"lease_s {self._presence.lease.lease_s:g}, the trainer's is {notice.lease_s:g}; a receiver must give itself "
+                "up before others do: set lease_s to the trainer's"
             )
+        return key_trouble(self._presence.shown.key_print, notice.key_print, "the trainer")
 
-    def _check_key(self, notice: RunNotice) -> None:
-        if trouble := key_trouble(self._presence.shown.key_print, notice.key_print, "the trainer"):
-            raise RejectedError(f"receiver {self._name}: {trouble}")
+    def _is_heard_twice(self, trouble: str) -> bool:
+        """Whether the trainer lives: nobody is refused for what a dead one left, to which a new one may be the remedy."""
+        nonce, counter = self._beat
+        if self._first_beat == (nonce, counter):
+            return False
+        first_nonce, self._first_beat = self._first_beat[0], self._beat
+        if first_nonce != nonce:
+            _LOG.info("receiver %s: waiting to see whether that trainer lives: %s", self._name, trouble)
+        return first_nonce == nonce
 
     def shut_if_left_behind(self) -> None:
         """An engine that comes to a run which has moved on serves nothing until its weights are the committed ones."""
@@ -288,4 +300,7 @@ class Standing:
 
     def _notice(self) -> RunNotice | None:
         reading = read_beacon(self._store, keys.control(COORDINATOR))
-        return None if reading is None else decode_message(reading.info, RunNotice, sender="beacon of the coordinator")
+        if reading is None:
+            return None
+        self._beat = reading.nonce, reading.counter
+        return decode_message(reading.info, RunNotice, sender="beacon of the coordinator")
