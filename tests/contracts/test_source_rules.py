@@ -13,7 +13,7 @@ import deltarefit
 ROOT = Path(deltarefit.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 # The demo, the benches and the tiny checkpoints train and name real architectures; that is what they are for.
-MAY_NAME_MODELS = ("cli/demo", "testing")
+MAY_NAME_MODELS = ("cli/demo", "cli/conformance", "testing")
 # Adapters, and programs that train for real: the demo and the kill matrix.
 MAY_USE_PROCESS_GROUPS = ("integrations/", "cli/demo", "testing/")
 ARCHITECTURES = re.compile(r"qwen|llama|deepseek|nemotron|jamba|granite|gemma|mixtral|gpt_?oss", re.IGNORECASE)

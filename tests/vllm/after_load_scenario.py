@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm
+from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm, everything, select_kernels
 
 os.environ.update(ENVIRONMENT)
 
@@ -37,50 +37,6 @@ WORK, SELECTION = Path(sys.argv[1]), sys.argv[2]
 BARE = BareVllm(WORK / f"rendezvous-after-load-{SELECTION}")
 
 
-def select() -> None:
-    import vllm._custom_ops as ops
-
-    ops._supports_onednn = False
-    torch.cpu._is_amx_tile_supported = lambda: SELECTION == "amx"
-    if SELECTION != "cuda":
-        return
-    import vllm.model_executor.kernels.linear as kernels
-    from vllm.platforms import PlatformEnum
-
-    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
-
-    def on_cpu(cls):
-        allowed = {
-            "is_supported": classmethod(lambda cls, capability=None: (True, None)),
-            "can_implement": classmethod(lambda cls, config: (True, None)),
-        }
-        return type("Cpu" + cls.__name__, (cls,), allowed)
-
-    kernels.register_linear_kernel(on_cpu(kernels.CutlassNvFp4LinearKernel), PlatformEnum.CPU, "nvfp4")
-    kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, on_cpu(kernels.TritonFp8BlockScaledMMKernel))
-    kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, on_cpu(kernels.CutlassFP8ScaledMMLinearKernel))
-
-
-def served(config, weights):
-    """A model as an engine serves it: loaded and finished by vLLM."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    model = BARE.build(config, weights)
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    return model
-
-
-def raw_state(model) -> dict[str, bytes]:
-    """The bytes of every storage that hangs on the model, plain attributes and closures included."""
-    return {
-        path: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
-        for path, tensor in reach({"": model}).tensors.items()
-    }
-
-
 class Case:
     def __init__(self, name: str) -> None:
         self.config = BARE.configure(WORK / name)
@@ -96,18 +52,18 @@ class Case:
         return VllmAfterLoad(self.config, torch.device("cpu"))
 
     def run(self) -> dict:
-        model = served(self.config, self.versions[0])
-        before = raw_state(model)
+        model = BARE.served(self.config, self.versions[0])
+        before = everything(model)
         receiver = RankReceiver(model, model.load_weights, settings=self.settings, after_load=self.after_load())
         report = receiver.prewarm(self.catalog)
-        result: dict = {"prewarm_changed": differing(raw_state(model), before)}
+        result: dict = {"prewarm_changed": differing(everything(model), before)}
         plan = plan_for([report], self.catalog)
         result["encodings"] = sorted({encoding.name for encoding in plan.encodings.values()})
         receiver.prepare(plan)
         result["base"] = self.wrong_digests(receiver, 0)
         receiver.apply(delta_payload(plan, self.versions[0], self.versions[1]))
         receiver.synchronize()
-        result["wrong_v1"] = differing(raw_state(model), raw_state(served(self.config, self.versions[1])))
+        result["wrong_v1"] = differing(everything(model), everything(BARE.served(self.config, self.versions[1])))
         result["digests_v1"] = self.wrong_digests(receiver, 1)
         result["drift"] = receiver.drift()
         failed = delta_payload(plan, self.versions[1], self.versions[2], attempt="v000002-a1-test")
@@ -116,10 +72,10 @@ class Case:
         mode = EncodingMode.OVERWRITE
         receiver.apply(delta_payload(plan, self.versions[1], self.versions[2], mode=mode, attempt="v000002-a2-test"))
         receiver.synchronize()
-        result["wrong_v2"] = differing(raw_state(model), raw_state(served(self.config, self.versions[2])))
+        result["wrong_v2"] = differing(everything(model), everything(BARE.served(self.config, self.versions[2])))
         result["unnoticed"] = self.unnoticed(receiver, model)
         result["kinds"] = self.kinds(report)
-        result["changed"] = len(differing(raw_state(model), before))
+        result["changed"] = len(differing(everything(model), before))
         return result
 
     def wrong_digests(self, receiver, version: int) -> list[str]:
@@ -161,7 +117,7 @@ class Case:
 
 
 def main() -> None:
-    select()
+    select_kernels(SELECTION)
     results: dict[str, object] = {}
     BARE.configure(WORK / "first")
     for name in sys.argv[3:]:
@@ -169,7 +125,7 @@ def main() -> None:
             case = Case(name)
             results[name] = case.run()
         except RefitError as error:
-            rows = tensor_outcomes(served(case.config, case.versions[0]), lambda pairs: None, case.catalog,
+            rows = tensor_outcomes(BARE.served(case.config, case.versions[0]), lambda pairs: None, case.catalog,
                                    settings=case.settings, after_load=case.after_load())  # fmt: skip
             results[name] = {"refused": str(error), "rows": [[row.name, row.outcome, row.reason] for row in rows]}
         except Exception:

@@ -1,7 +1,7 @@
 """vLLM models without an engine: built and loaded by vLLM's own code in milliseconds, for tests and benchmarks on a CPU.
 
-Import ``vllm`` happens inside; ``ENVIRONMENT`` must be set before. Nothing is packed after loading, because
-``process_weights_after_loading`` is not called.
+Import ``vllm`` happens inside; ``ENVIRONMENT`` must be set before. ``build`` packs nothing after loading; ``served``
+does what an engine does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["ENVIRONMENT", "BareVllm"]
+from deltarefit.placement.reach import reach
+
+__all__ = ["ENVIRONMENT", "BareVllm", "everything", "select_kernels"]
 
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -22,6 +24,45 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_DIST_IDENT": "bare",
 }
 """What vLLM reads when it is imported."""
+
+
+def select_kernels(selection: str) -> None:
+    """Have vLLM select kernels, in this process, that this machine need not have. None may then be run: only layouts count.
+
+    ``plain``: as on a CPU without AMX tiles. ``amx``: as on one with them; packing works without. ``cuda``: also classes made
+    for CUDA whose post-load step is plain torch. Linear layers stay off oneDNN, whose handles nobody can look into.
+    """
+    import vllm._custom_ops as ops
+
+    ops._supports_onednn = False
+    cpu: Any = torch.cpu
+    cpu._is_amx_tile_supported = lambda: selection == "amx"
+    if selection != "cuda":
+        return
+    import vllm.model_executor.kernels.linear as kernels
+    from vllm.platforms import PlatformEnum
+
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    kernels.register_linear_kernel(_on_cpu(kernels.CutlassNvFp4LinearKernel), PlatformEnum.CPU, "nvfp4")
+    kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, _on_cpu(kernels.TritonFp8BlockScaledMMKernel))
+    kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, _on_cpu(kernels.CutlassFP8ScaledMMLinearKernel))
+
+
+def _on_cpu(kernel: Any) -> Any:
+    allowed = {
+        "is_supported": classmethod(lambda cls, capability=None: (True, None)),
+        "can_implement": classmethod(lambda cls, config: (True, None)),
+    }
+    return type("Cpu" + kernel.__name__, (kernel,), allowed)
+
+
+def everything(model: torch.nn.Module) -> dict[str, bytes]:
+    """The bytes of every storage that hangs on a model, plain attributes and closures included."""
+    return {
+        path: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
+        for path, tensor in reach({"": model}).tensors.items()
+    }
 
 
 class BareVllm:
@@ -70,6 +111,17 @@ class BareVllm:
             with torch.no_grad():
                 model.load_weights(list(weights.items()))
         return model.eval()
+
+    def served(self, config: Any, weights: Mapping[str, torch.Tensor]) -> Any:
+        """A model as an engine serves it: loaded and finished by vLLM."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        model, device = self.build(config, weights), torch.device("cpu")
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+            process_weights_after_loading(model, config.model_config, device)
+        return model
 
     @staticmethod
     def load(config: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> object:

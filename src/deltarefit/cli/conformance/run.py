@@ -1,0 +1,95 @@
+"""Runs an engine's cases, each group in a process of its own, and collects the rows."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from deltarefit.cli.conformance.judge import judge
+from deltarefit.cli.conformance.rows import Row
+from deltarefit.errors import AttemptFailedError, DeadlineError, RejectedError
+
+__all__ = ["ENGINES", "installed_engine", "judge_group", "run_engine"]
+
+ENGINES: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang", "torch": "transformers"}
+"""Engines, and the package that each needs; the first that is installed is the one at hand."""
+_GROUP_TIMEOUT_S = 900.0
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_MARK = b"conformance row: "
+_LOG_CHARACTERS = 3000
+
+
+def installed_engine() -> str:
+    """The engine at hand.
+
+    Raises:
+        RejectedError: there is none.
+    """
+    for engine, package in ENGINES.items():
+        if importlib.util.find_spec(package) is not None:
+            return engine
+    raise RejectedError(f"no engine is installed in this environment: expected one of {', '.join(ENGINES.values())}")
+
+
+def run_engine(engine: str, say: Callable[[Row], None], only: Sequence[str] = ()) -> list[Row]:
+    """All rows of an engine, each told to ``say`` as it comes. ``only``: names of models; all without.
+
+    Raises:
+        RejectedError: the engine is not installed here.
+        AttemptFailedError: a group's process failed; the text has the end of what it wrote.
+    """
+    if importlib.util.find_spec(ENGINES[engine]) is None:
+        raise RejectedError(f"engine {engine}: the package {ENGINES[engine]} is not installed in this environment")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="deltarefit-conformance-") as work:
+        for number, (kernels, names) in enumerate(_cases(engine).GROUPS):
+            chosen = [name for name in names if not only or name in only]
+            if chosen:
+                rows += _run_group(engine, kernels, Path(work, str(number)), chosen, say)
+    return rows
+
+
+def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say: Callable[[Row], None]) -> list[Row]:
+    work.mkdir()
+    command = [sys.executable, "-m", "deltarefit.cli.conformance", "group", engine, kernels, str(work), ",".join(names)]
+    environment = {**os.environ, **_ENVIRONMENT, **_engine_environment(engine)}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_GROUP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError(f"conformance of {engine}, {', '.join(names)}: not done after {_GROUP_TIMEOUT_S:.0f} s") from error
+    lines = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    rows = [msgspec.json.decode(line, type=Row) for line in lines]
+    for row in rows:
+        say(row)
+    if done.returncode != 0 or len(rows) != len(names):
+        text = done.stderr.decode(errors="replace")[-_LOG_CHARACTERS:]
+        raise AttemptFailedError(f"conformance of {engine}, {names[len(rows)] if len(rows) < len(names) else ''}:\n{text}")
+    return rows
+
+
+def _engine_environment(engine: str) -> Mapping[str, str]:
+    if engine != "vllm":
+        return {}
+    from deltarefit.testing.bare_vllm import ENVIRONMENT
+
+    return ENVIRONMENT
+
+
+def judge_group(engine: str, kernels: str, work: Path, names: Sequence[str], out: BinaryIO) -> None:
+    """What the process of a group does: one line a row, as it comes."""
+    for subject in _cases(engine).subjects(kernels, names, work):
+        out.write(b"\n" + _MARK + msgspec.json.encode(judge(subject)) + b"\n")
+        out.flush()
+
+
+def _cases(engine: str) -> Any:
+    return importlib.import_module(f"deltarefit.cli.conformance.{engine}_cases")
