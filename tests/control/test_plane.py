@@ -57,6 +57,30 @@ def test_something_else_in_the_records_place_is_refused():
         plane(store, []).read()
 
 
+class Cutting(MemoryRecordStore):
+    """Gives half of the record as often as it is told to."""
+
+    num_cuts = 0
+
+    def read(self):
+        data, tag = super().read()
+        if self.num_cuts and data is not None:
+            self.num_cuts -= 1
+            return data[: len(data) // 2], tag
+        return data, tag
+
+
+def test_a_record_whose_body_ended_early_is_read_again():
+    store = Cutting("here")
+    control = plane(store, [])
+    control.create("run", "setup", K0)
+    store.num_cuts = 1
+    assert control.read().run == "run"
+    store.num_cuts = 2
+    assert control.acquire("x", "setup").coordinator == "x"
+    assert store.num_cuts == 0
+
+
 def test_a_request_that_is_already_fulfilled_writes_nothing():
     store = MemoryRecordStore()
     control = plane(store, [])

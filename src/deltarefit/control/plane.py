@@ -39,6 +39,10 @@ class ControlSettings:
         return min(self.max_pause_s, self.first_pause_s * 2.0 ** min(num_tries, 30))
 
 
+_DOUBTS = 2
+"""A record that cannot be read is read that often again, before something else is said to be in its place."""
+
+
 class ControlPlane:
     """Rules of ``protocol.commit`` carried out on a store. Usable from any thread; keeps no state of its own."""
 
@@ -87,7 +91,13 @@ class ControlPlane:
                 last = error
                 self._pause(self._settings.pause_s(num_tries))
                 continue
-            return (None if data is None else decode_control(data, where=self._store.place)), tag
+            try:
+                return (None if data is None else decode_control(data, where=self._store.place)), tag
+            except RejectedError:
+                # A body that ended early looks like this too, and only another read tells the two apart.
+                if num_tries >= min(_DOUBTS, self._settings.max_tries - 1):
+                    raise
+                self._pause(self._settings.pause_s(num_tries))
         raise TransportError(f"{self.place}: out of reach after {self._settings.max_tries} tries: {last}") from last
 
     # ------------------------------------------------------------------------------------------ one change

@@ -21,7 +21,7 @@ from deltarefit.control import (
     Tag,
     probe_conditional_writes,
 )
-from deltarefit.errors import RejectedError
+from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RejectedError, TransportError
 from deltarefit.runtime.clock import IdSource
 from deltarefit.transport import RunStore, keys
 
@@ -150,8 +150,18 @@ def _context(variables: Mapping[str, str]) -> ssl.SSLContext:
 
 def _placed(store: RunStore) -> str:
     """The URL that the run's store names; empty if the record lies beside the payloads."""
-    data = store.find(PLACE, max_nbytes=_MAX_PLACE_NBYTES)
-    return "" if data is None else data.decode(errors="replace")
+
+    def whole(data: bytes) -> str:
+        # The beginning of a URL is a URL too, of another place: two places would be two coordinators.
+        info = store.head(PLACE)
+        if info is not None and info.nbytes != len(data):
+            raise TransportError(f"{store.url}/{PLACE}: expected {info.nbytes} bytes, the store sent {len(data)}")
+        return data.decode(errors="replace")
+
+    try:
+        return store.get_as(PLACE, whole, max_nbytes=_MAX_PLACE_NBYTES)
+    except (PayloadMissingError, PayloadInvalidError):
+        return ""
 
 
 def _beside(store: RunStore) -> RecordStore:

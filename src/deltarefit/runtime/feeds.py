@@ -88,12 +88,11 @@ class ManifestFeed:
         for info in self._store.listing(keys.manifest_prefix(self._attempt)):
             if self._read.get(info.key) == info.nbytes:
                 continue
-            data = self._store.get(info.key, max_nbytes=MAX_MANIFEST_NBYTES)
-            part = Manifest.decode(data, attempt=self._attempt)
+            nbytes, part = self._store.get_as(info.key, self._decoded, max_nbytes=MAX_MANIFEST_NBYTES)
             self._check_owner(info.key, part)
             offers.extend(self._new(part))
             ended.extend(self._newly_ended(part))
-            self._read[info.key] = len(data)  # what was read may be longer than what was listed
+            self._read[info.key] = nbytes  # what was read may be longer than what was listed
         return Look(tuple(sorted(offers)), tuple(ended))
 
     def bring(self, offer: Offer) -> Brought:
@@ -101,6 +100,9 @@ class ManifestFeed:
         entry = self._entries[offer.name]
         data = self._source.fetch(offer.name, nbytes=entry.nbytes, digest=entry.digest)
         return Brought(offer.name, data, entry.digest)
+
+    def _decoded(self, data: bytes) -> tuple[int, Manifest]:
+        return len(data), Manifest.decode(data, attempt=self._attempt)
 
     def _check_owner(self, key: str, part: Manifest) -> None:
         owners = {entry.owner for entry in part.entries} | {end.owner for end in part.ended}

@@ -176,8 +176,11 @@ class Members:
         """What the receiver's prewarm found."""
         digest = member.membership.summary_digest
         if digest not in self._summaries:
-            data = self._store.get(keys.plan(digest), max_nbytes=_MAX_SUMMARY_NBYTES)
-            self._summaries[digest] = decode_message(data, EngineSummary, sender=f"receiver {member.receiver}")
+
+            def decoded(data: bytes) -> EngineSummary:
+                return decode_message(data, EngineSummary, sender=f"receiver {member.receiver}")
+
+            self._summaries[digest] = self._store.get_as(keys.plan(digest), decoded, max_nbytes=_MAX_SUMMARY_NBYTES)
         return self._summaries[digest]
 
 

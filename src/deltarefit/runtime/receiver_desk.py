@@ -223,7 +223,7 @@ class ReceiverDesk:
         return survey
 
     def _plan(self, body: messages.Prepare) -> RefitPlan:
-        plan = RefitPlan.from_wire(self._store.get(keys.plan(body.plan_digest), max_nbytes=MAX_PLAN_NBYTES))
+        plan = self._store.get_as(keys.plan(body.plan_digest), RefitPlan.from_wire, max_nbytes=MAX_PLAN_NBYTES)
         if plan.catalog != self.catalog or plan.digest != body.plan_digest or plan.num_owners != body.num_owners:
             raise RejectedError(
                 f"receiver {self._name}: plan {body.plan_digest} is for another catalog or other owners than those prewarmed "

@@ -199,7 +199,7 @@ class Rejoining:
         Raises:
             PayloadMissingError: not all of them are there.
         """
-        plan = RefitPlan.from_wire(self._store.get(keys.plan(link.plan_digest), max_nbytes=MAX_PLAN_NBYTES))
+        plan = self._store.get_as(keys.plan(link.plan_digest), RefitPlan.from_wire, max_nbytes=MAX_PLAN_NBYTES)
         if plan.catalog != catalog or plan.digest != link.plan_digest:
             raise PayloadInvalidError(f"{link.attempt}: its plan {link.plan_digest} is for another catalog")
         manifest = read_manifest(self._store, link.attempt)

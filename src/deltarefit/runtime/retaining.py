@@ -81,13 +81,16 @@ def read_digests(
         TransportError: it cannot be read now, or is no such object.
     """
     key = keys.digests(link.attempt)
-    data = store.get(key, max_nbytes=2 * _DIGEST_NBYTES * len(catalog) + 64)
-    both = decode_message(data, _PolicyDigests, sender=key)
-    base, target = _unpacked(both.base, catalog, key), _unpacked(both.target, catalog, key)
-    for digests, expected in ((base, link.base_digest), (target, link.target_digest)):
-        if (got := digest_of_digests(digests)) != expected:
-            raise PayloadInvalidError(f"{key}: its policy has digest {got}, the control record says {expected}")
-    return base, target
+
+    def checked(data: bytes) -> tuple[Mapping[str, TensorDigest], Mapping[str, TensorDigest]]:
+        both = decode_message(data, _PolicyDigests, sender=key)
+        base, target = _unpacked(both.base, catalog, key), _unpacked(both.target, catalog, key)
+        for digests, expected in ((base, link.base_digest), (target, link.target_digest)):
+            if (got := digest_of_digests(digests)) != expected:
+                raise PayloadInvalidError(f"{key}: its policy has digest {got}, the control record says {expected}")
+        return base, target
+
+    return store.get_as(key, checked, max_nbytes=2 * _DIGEST_NBYTES * len(catalog) + 64)
 
 
 def _packed(digests: Mapping[str, TensorDigest]) -> bytes:

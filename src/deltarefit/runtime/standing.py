@@ -117,7 +117,7 @@ class Standing:
                 raise RejectedError(f"receiver {self._name}: {trouble}")
             if trouble:
                 return False
-            catalog = Catalog.from_wire(self._store.get(keys.plan(notice.catalog_digest), max_nbytes=MAX_PLAN_NBYTES))
+            catalog = self._store.get_as(keys.plan(notice.catalog_digest), Catalog.from_wire, max_nbytes=MAX_PLAN_NBYTES)
             digest = self._prewarm(catalog)
         except RejectedError as error:
             self._refuse(error)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from deltarefit.errors import RejectedError
+from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RejectedError
 from deltarefit.transport import keys
 from deltarefit.transport.base import Clock
 from deltarefit.transport.stores import RunStore
@@ -65,28 +65,29 @@ def read_beacons(store: RunStore, prefix: str = keys.MEMBERS) -> list[BeaconRead
     """All beacons under ``prefix/``, by name. What is none of ours is skipped with a log line."""
     readings: list[BeaconReading] = []
     for info in store.listing(prefix):
-        data = store.find(info.key, max_nbytes=_MAX_NBYTES)
-        if data is None:
-            continue
-        try:
-            reading = msgspec.msgpack.decode(data, type=BeaconReading)
-        except (msgspec.DecodeError, ValueError) as error:
-            _LOG.warning("%s is not a beacon, skipped: %s", info.key, error)
-            continue
-        if reading.name == keys.name_of_member(info.key):
+        reading = read_beacon(store, info.key)
+        if reading is not None:
             readings.append(reading)
     return readings
 
 
 def read_beacon(store: RunStore, key: str) -> BeaconReading | None:
     """The beacon at this key; None if there is none, or something else."""
-    data = store.find(key, max_nbytes=_MAX_NBYTES)
     try:
-        reading = None if data is None else msgspec.msgpack.decode(data, type=BeaconReading)
-    except (msgspec.DecodeError, ValueError) as error:
+        reading = store.get_as(key, _decoded, max_nbytes=_MAX_NBYTES)
+    except PayloadMissingError:
+        return None
+    except PayloadInvalidError as error:
         _LOG.warning("%s is not a beacon, skipped: %s", key, error)
         return None
-    return reading if reading is not None and reading.name == keys.name_of_member(key) else None
+    return reading if reading.name == keys.name_of_member(key) else None
+
+
+def _decoded(data: bytes) -> BeaconReading:
+    try:
+        return msgspec.msgpack.decode(data, type=BeaconReading)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise PayloadInvalidError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class Mailbox:
 
     def read(self, parts: MailKey) -> Sealed:
         """Look whether a message lies there; for ``take_read``. May be called from several threads at once."""
-        return self._read(keys.mail(self.me, parts))
+        return self._read(parts)
 
     def take_read(self, parts: MailKey, sealed: Sealed) -> Mail | None:
         """Give out what ``read`` found, unless it is none or was given out meanwhile."""
@@ -208,7 +208,7 @@ class Mailbox:
         with self._taking:
             found: list[Mail] = []
             rows = self._waiting()[: self._settings.max_taken]
-            for (parts, key), sealed in zip(rows, self._read_all([key for _, key in rows]), strict=True):
+            for (parts, key), sealed in zip(rows, self._read_all([parts for parts, _ in rows]), strict=True):
                 if isinstance(sealed, TransportError):
                     if not found:
                         raise sealed
@@ -261,22 +261,27 @@ class Mailbox:
         expected = last._replace(sequence=last.sequence + 1) if last is not None else first._replace(boot=0, sequence=0)
         return all(parts == expected._replace(sequence=expected.sequence + step) for step, (parts, _) in enumerate(rows))
 
-    def _read_all(self, wanted: Sequence[str]) -> list[Sealed | TransportError]:
-        def read(key: str) -> Sealed | TransportError:
+    def _read_all(self, wanted: Sequence[MailKey]) -> list[Sealed | TransportError]:
+        def read(parts: MailKey) -> Sealed | TransportError:
             try:
-                return self._read(key)
+                return self._read(parts)
             except TransportError as error:
                 return error
 
         if len(wanted) < 2:
-            return [read(key) for key in wanted]
+            return [read(parts) for parts in wanted]
         with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="deltarefit-mail") as pool:
             return list(pool.map(read, wanted))
 
-    def _read(self, key: str) -> Sealed:
-        """The object; None if there is none, as when another thread acknowledged it; the error if it is too long."""
+    def _read(self, parts: MailKey) -> Sealed:
+        """The object; None if there is none, as when another thread acknowledged it; the error if it is no message for us."""
+
+        def whole(sealed: bytes) -> bytes:
+            _unseal(self.me, parts, sealed, self._key)
+            return sealed
+
         try:
-            return self._store.get(key, max_nbytes=self._settings.max_nbytes + _OVERHEAD_NBYTES)
+            return self._store.get_as(keys.mail(self.me, parts), whole, max_nbytes=self._settings.max_nbytes + _OVERHEAD_NBYTES)
         except PayloadMissingError:
             return None
         except PayloadInvalidError as error:

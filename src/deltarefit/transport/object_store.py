@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.ids import AttemptId, OwnerId, PayloadId
@@ -46,14 +47,16 @@ class ObjectStoreSource:
 
     def fetch(self, payload_id: PayloadId, *, nbytes: int, digest: str) -> bytes:
         """See ``PayloadSource``."""
-        data = self._read(payload_id, nbytes)
         try:
-            check_payload(payload_id, data, nbytes=nbytes, digest=digest)
+            return self._read_checked(payload_id, nbytes, digest)
         except PayloadInvalidError:
             # Proxies have been seen to cut bodies short or mix them up: only a second read tells damage on the way
             # from a damaged object.
-            data = self._read(payload_id, nbytes)
-            check_payload(payload_id, data, nbytes=nbytes, digest=digest)
+            return self._read_checked(payload_id, nbytes, digest)
+
+    def _read_checked(self, payload_id: PayloadId, nbytes: int, digest: str) -> bytes:
+        data = self._read(payload_id, nbytes)
+        check_payload(payload_id, data, nbytes=nbytes, digest=digest)
         return data
 
     def _read(self, payload_id: PayloadId, nbytes: int) -> bytes:
@@ -112,7 +115,7 @@ def read_manifest(store: RunStore, attempt: AttemptId) -> Manifest:
     """
     parts: list[Manifest] = []
     for info in store.listing(keys.manifest_prefix(attempt)):
-        part = Manifest.decode(store.get(info.key, max_nbytes=MAX_MANIFEST_NBYTES), attempt=attempt)
+        part = store.get_as(info.key, partial(Manifest.decode, attempt=attempt), max_nbytes=MAX_MANIFEST_NBYTES)
         owners = {entry.owner for entry in part.entries} | {end.owner for end in part.ended}
         if any(keys.manifest_part(attempt, owner) != info.key for owner in owners):
             raise PayloadInvalidError(f"{info.key}: it lists payloads of owners {sorted(owners)}, not only its own")

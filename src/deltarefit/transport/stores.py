@@ -6,6 +6,7 @@ obstore is called here and nowhere else in this room, so its errors are translat
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,13 +17,16 @@ from typing import Any, TypeVar
 import obstore
 from obstore import exceptions as foreign
 
-from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RejectedError, TransportError
+from deltarefit.errors import PayloadInvalidError, PayloadMissingError, RefitError, RejectedError, TransportError
 from deltarefit.transport.base import Clock
 from deltarefit.transport.retry import RetryPolicy, retry
 
 __all__ = ["ObjectInfo", "RunStore", "StoreSettings"]
 
+_LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_READS = 3
+"""Of an object that makes no sense, before it is believed to be damaged where it lies."""
 _DELETE_BATCH = 1000
 """S3's limit for one bulk deletion."""
 
@@ -117,7 +121,7 @@ class RunStore:
         try:
             self._repeat(f"create {key}", lambda: obstore.put(self.backend, key, data, mode="create", use_multipart=False))
         except _ExistsError:
-            return self.find(key, max_nbytes=len(data)) == data
+            return any(self.find(key, max_nbytes=len(data)) == data for _ in range(_READS))
         return True
 
     def get(self, key: str, *, max_nbytes: int) -> bytes:
@@ -128,6 +132,20 @@ class RunStore:
             PayloadInvalidError: it has more than ``max_nbytes``; refused before its body is read.
         """
         return self._repeat(f"read {key}", lambda: self._get_once(key, max_nbytes))
+
+    def get_as(self, key: str, parse: Callable[[bytes], _T], *, max_nbytes: int) -> _T:
+        """What ``parse`` makes of a whole object; one that it refuses is read again before that is believed.
+
+        Stores and proxies have been seen to end a body early without an error, and only another read tells damage on the way
+        from a damaged object. Raises what ``get`` and ``parse`` raise.
+        """
+        for _ in range(_READS - 1):
+            data = self.get(key, max_nbytes=max_nbytes)
+            try:
+                return parse(data)
+            except RefitError as error:
+                _LOG.info("%s: %s; reading it again", key, error)
+        return parse(self.get(key, max_nbytes=max_nbytes))
 
     def find(self, key: str, *, max_nbytes: int) -> bytes | None:
         """As ``get``; None if there is no such object, or if it is larger."""

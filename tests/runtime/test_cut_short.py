@@ -1,0 +1,67 @@
+"""Stores and proxies that now and then give less of an object than there is, and say nothing: status 200, a shorter body."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from deltarefit.runtime.clock import SystemClock
+from deltarefit.runtime.control_place import PLACE, is_placed_elsewhere, record_store
+from deltarefit.transport import RunStore, open_run
+
+from .pair import SETTINGS, Fused, Pair, Policy, perturb
+
+pytestmark = pytest.mark.torch
+
+
+class Cutting:
+    """Gives 60 % of each chosen object when it is read for the first time."""
+
+    def __init__(self, monkeypatch, chosen):
+        self.struck = []
+        original = RunStore._get_once
+
+        def get(store, key, max_nbytes):
+            data = original(store, key, max_nbytes)
+            if chosen in key and key not in self.struck:
+                self.struck.append(key)
+                return data[: len(data) * 6 // 10]
+            return data
+
+        monkeypatch.setattr(RunStore, "_get_once", get)
+
+
+@pytest.mark.parametrize("chosen", ["plans/", "/manifest/", "/payloads/", "mail/", "members/", "control/", ""])
+def test_a_body_that_ends_early_is_read_again(tmp_path, monkeypatch, chosen):
+    cutting = Cutting(monkeypatch, chosen)
+    with Pair(tmp_path) as pair:
+        publisher = pair.publisher()
+        for step in range(2):
+            perturb(pair.policy, step)
+            report = publisher.refit()
+            assert (report.policy_version, report.attempts) == (step + 1, 1)
+            pair.assert_equal()
+    assert cutting.struck
+
+
+@pytest.mark.parametrize("chosen", ["/digests", "plans/", "/manifest/", "/payloads/"])
+def test_a_receiver_that_catches_up_reads_again_too(tmp_path, monkeypatch, chosen):
+    with Pair(tmp_path) as pair:
+        publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, retained_versions=4))
+        for step in range(2):
+            perturb(pair.policy, step)
+            publisher.refit()
+        cutting = Cutting(monkeypatch, chosen)
+        pair.models.append(Fused(Policy()))
+        with pair.attach(pair.models[1], "late").serving(10.0):
+            pair.assert_equal()
+        assert cutting.struck
+
+
+def test_the_beginning_of_a_place_is_not_taken_for_the_place(tmp_path, monkeypatch):
+    store = open_run((tmp_path / "run").as_uri(), clock=SystemClock())
+    store.put(PLACE, b"etcd://127.0.0.1:2379/deltarefit/run7")
+    Cutting(monkeypatch, PLACE)
+    assert is_placed_elsewhere(store)
+    Cutting(monkeypatch, PLACE)
+    assert record_store(store).place.endswith(" deltarefit/run7")
