@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from deltarefit.runtime.clock import SystemClock
 from deltarefit.testing import megatron_cpu
 from deltarefit.testing.checkpoints import write_tiny_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs"
+CLOCK = SystemClock()
 PROGRAM = re.compile(r"```python\n(# (\w+)\.py.*?)```", re.DOTALL)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.process]
@@ -30,19 +32,26 @@ def programs_of(document, work, place):
     return found
 
 
-def run(commands):
-    """Start programs together; what each printed, once all ended well."""
+def run(commands, work):
+    """Start programs together; what each printed, once all ended well. One that fails ends the others."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        for command in commands
-    ]
+    logs = [work / f"log{number}.txt" for number in range(len(commands))]
+    started = []
     try:
-        shown = [process.communicate(timeout=300)[0] for process in started]
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("wb") as file:
+                started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
+        deadline_s = CLOCK.monotonic_s() + 300
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            if CLOCK.monotonic_s() > deadline_s:
+                break
+            CLOCK.sleep(0.1)
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(shown)
+            process.wait()
+    shown = [log.read_text(errors="replace") for log in logs]
+    assert codes == [0] * len(started), "\n".join(text[-3000:] for text in shown)
     return shown
 
 
@@ -52,14 +61,14 @@ def torchrun(program):
 
 def test_the_quickstart_refits_five_times(tmp_path):
     programs = programs_of("quickstart.md", tmp_path, "/tmp/quickstart-run")
-    trainer, rollout = run([[sys.executable, str(programs[name])] for name in ("trainer", "rollout")])
+    trainer, rollout = run([[sys.executable, str(programs[name])] for name in ("trainer", "rollout")], tmp_path)
     assert [int(found) for found in re.findall(r"version (\d+): ", trainer)] == [1, 2, 3, 4, 5]
     assert rollout.strip().endswith("holds version 5")
 
 
 def test_a_source_described_by_hand_refits(tmp_path):
     programs = programs_of("sources.md", tmp_path, "/tmp/by-hand")
-    (shown,) = run([[sys.executable, str(programs["by_hand"])]])
+    (shown,) = run([[sys.executable, str(programs["by_hand"])]], tmp_path)
     assert "version 1: 1 of 48 elements changed" in shown
 
 
@@ -81,7 +90,7 @@ def test_a_source_described_by_hand_refits(tmp_path):
 def test_sharded_sessions_refit_three_times(tmp_path, document, place):
     write_tiny_checkpoint(tmp_path / "v0", "qwen3")
     programs = programs_of(document, tmp_path, place)
-    trainer, rollout = run([torchrun(programs["trainer"]), [sys.executable, str(programs["rollout"])]])
+    trainer, rollout = run([torchrun(programs["trainer"]), [sys.executable, str(programs["rollout"])]], tmp_path)
     assert [int(found) for found in re.findall(r"version (\d+): ", trainer)] == [1, 2, 3]
     assert not re.search(r" 0\.00% changed", trainer)
     assert rollout.strip().endswith("holds version 3")
