@@ -5,8 +5,10 @@ torch's fake process group places shards without communicating, so each rank's m
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -81,6 +83,10 @@ def make(layout, world_size, model=None):
     model = model if model is not None else tiny_model(ARCHITECTURE.get(layout, "qwen3_moe"))
     match layout:
         case "fsdp" | "tied_fsdp":
+            fsdp(model, mesh("cpu", (world_size,)))
+        case "fsdp_wrapped":
+            for place, block in enumerate(model.model.layers):
+                model.model.layers[place] = torch.compile(checkpoint_wrapper(block), backend="eager")
             fsdp(model, mesh("cpu", (world_size,)))
         case "hsdp":
             fsdp(model, mesh("cpu", (2, world_size // 2), mesh_dim_names=("copies", "shards")))

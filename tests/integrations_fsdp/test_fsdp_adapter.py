@@ -70,8 +70,8 @@ def index_of(view):
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ("fsdp", 3), ("hsdp", 4), ("fsdp_columns", 2), ("tp", 2), ("tp_fsdp", 4), ("ep", 3), ("ep", 5), ("ep_fsdp", 4),
-        ("fused_tp", 2), ("tied_fsdp", 4),
+        ("fsdp", 3), ("fsdp_wrapped", 2), ("hsdp", 4), ("fsdp_columns", 2), ("tp", 2), ("tp_fsdp", 4), ("ep", 3),
+        ("ep", 5), ("ep_fsdp", 4), ("fused_tp", 2), ("tied_fsdp", 4),
     ],
 )  # fmt: skip
 def test_owners_together_hold_the_checkpoint_exactly_once(layout, world_size, tmp_path):
