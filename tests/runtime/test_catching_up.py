@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -499,6 +500,21 @@ def test_what_only_mattered_during_an_attempt_is_not_retained(pair):
     sweep(store, control, epoch=record(pair.run).epoch, gone=())
     assert_nothing_else_is_kept(pair.run)
     assert assert_chains_are_whole(pair.run) == 1
+
+
+def test_parts_of_objects_whose_writer_was_killed_go_once_they_are_old(pair):
+    publisher = pair.publisher(settings=KEEPING)
+    refits(pair, publisher, 1)
+    mail = store_of(pair.run).directory / "mail" / "coordinator-1"
+    mail.mkdir(parents=True, exist_ok=True)
+    old, new = mail / "00000000-000000000009-a4cd09a8-rollout-0#1", mail / "00000000-000000000009-a4cd09a8-rollout-1#2"
+    for path in (old, new):
+        path.write_bytes(b"")
+    os.utime(old, (SystemClock().wall_s() - 100,) * 2)
+    refits(pair, publisher, 1)
+    assert (old.exists(), new.exists()) == (False, True)
+    new.unlink()
+    assert_nothing_else_is_kept(pair.run)
 
 
 def test_a_holder_that_was_replaced_while_it_swept_removes_nothing(pair):

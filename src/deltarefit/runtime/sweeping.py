@@ -12,14 +12,14 @@ from deltarefit.control import ControlPlane
 from deltarefit.errors import CommitConflictError, RefitError
 from deltarefit.ids import AttemptId
 from deltarefit.runtime.names import COORDINATOR, coordinator_mailbox
-from deltarefit.transport import RunStore, keys, sweep_attempts
+from deltarefit.transport import RunStore, keys, sweep_attempts, sweep_staged
 
 __all__ = ["sweep"]
 
 _LOG = logging.getLogger(__name__)
 
 
-def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str]) -> int:
+def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str], staged_before_s: float = 0.0) -> int:
     """Delete leftovers; returns how many attempts and objects were removed. A failure is logged: the next sweep goes on.
 
     Args:
@@ -27,6 +27,7 @@ def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collectio
         control: its record.
         epoch: the holder's; mail to coordinators of other epochs is removed.
         gone: receivers that have shown no sign of life for long; one that only slept writes its beacon anew.
+        staged_before_s: parts of objects that nobody wrote to since that wall time go, too.
     """
     try:
         removed = sweep_attempts(store, keep=lambda: _linked(control, epoch))
@@ -34,6 +35,7 @@ def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collectio
         store.delete(beacons)
         mail = _orphaned_mail(store, epoch)
         store.delete(mail)
+        removed += sweep_staged(store, before_s=staged_before_s)
     except RefitError as error:
         _LOG.warning("leftovers in %s stay for now: %s", store.url, error)
         return 0

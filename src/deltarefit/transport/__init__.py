@@ -24,8 +24,10 @@ from deltarefit.transport.object_store import (
     ManifestWriter,
     ObjectStoreSender,
     ObjectStoreSource,
+    is_staged,
     read_manifest,
     sweep_attempts,
+    sweep_staged,
 )
 from deltarefit.transport.retry import RetryPolicy, retry
 from deltarefit.transport.stores import ObjectInfo, RunStore, StoreSettings
@@ -61,6 +63,7 @@ __all__ = [
     "Sighting",
     "StoreSettings",
     "check_payload",
+    "is_staged",
     "open_run",
     "payload_digest",
     "read_beacon",
@@ -70,4 +73,5 @@ __all__ = [
     "shared_directory",
     "shared_path",
     "sweep_attempts",
+    "sweep_staged",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +16,18 @@ from deltarefit.transport.guard import STOP_TIMEOUT_S, SendGuard
 from deltarefit.transport.manifest import MAX_MANIFEST_NBYTES, Manifest, OwnerEnd
 from deltarefit.transport.stores import RunStore
 
-__all__ = ["ManifestWriter", "ObjectStoreSender", "ObjectStoreSource", "read_manifest", "sweep_attempts"]
+__all__ = [
+    "ManifestWriter",
+    "ObjectStoreSender",
+    "ObjectStoreSource",
+    "is_staged",
+    "read_manifest",
+    "sweep_attempts",
+    "sweep_staged",
+]
+
+_STAGED = re.compile(r"#\d+$")
+"""How obstore ends the names of files that it will rename when they are whole."""
 
 
 class ObjectStoreSender:
@@ -141,3 +154,22 @@ def sweep_attempts(store: RunStore, *, keep: Callable[[], Sequence[AttemptId]]) 
         for prefix in (key for key in strays if key.endswith("/")):
             store.delete_prefix(prefix.removesuffix("/"))
     return len(removed)
+
+
+def is_staged(name: str) -> bool:
+    """Whether a file of a ``file://`` run is an object that is being written, or whose writer was killed. Listings hide it."""
+    return _STAGED.search(name) is not None
+
+
+def sweep_staged(store: RunStore, *, before_s: float) -> int:
+    """Remove what killed writers left of objects in a directory and nobody wrote to since that wall time; how many files.
+
+    Other stores show nothing of an object that was not written to its end.
+    """
+    removed = 0
+    for path in store.directory.rglob("*") if store.directory is not None else ():
+        with contextlib.suppress(OSError):  # somebody else was faster
+            if is_staged(path.name) and path.stat().st_mtime < before_s:
+                path.unlink()
+                removed += 1
+    return removed

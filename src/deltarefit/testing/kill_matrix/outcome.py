@@ -11,7 +11,7 @@ from deltarefit.protocol import ChainLink
 from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.session import control_plane
 from deltarefit.testing.kill_matrix.cases import NUM_TRAINERS, Case
-from deltarefit.transport import RunStore, keys, open_run, read_manifest
+from deltarefit.transport import RunStore, is_staged, keys, open_run, read_manifest
 
 __all__ = ["CaseResult", "check_leftovers", "check_served", "check_shelf"]
 
@@ -86,11 +86,12 @@ def _is_record(key: str) -> bool:
 
 
 def _strays(store: RunStore) -> Iterable[str]:
-    """Files of a directory that no listing shows, such as half-written ones."""
+    """Files of a directory that no listing shows, but parts of objects whose writer was killed: a sweep a minute later removes
+    these."""
     if store.directory is None:
         return
     listed = {info.key for prefix in (keys.PLANS, keys.CONTROL) for info in store.listing(prefix)}
     for path in sorted(store.directory.rglob("*")):
         key = str(path.relative_to(store.directory))
-        if path.is_file() and key not in listed and not _is_record(key):
+        if path.is_file() and key not in listed and not _is_record(key) and not is_staged(path.name):
             yield key

@@ -51,23 +51,24 @@ class Zygote:
 
     def start(self, task: Task, log: Path, environment: Mapping[str, str]) -> int:
         """Begin a process; returns its id."""
-        return int(self._ask(msgspec.json.encode(Start(task, str(log), dict(environment)))))
+        with self._lock:
+            pid = int(self._ask(msgspec.json.encode(Start(task, str(log), dict(environment)))))
+            self._ended.pop(pid, None)  # an earlier process had the same id
+        return pid
 
     def status(self, pid: int) -> int | None:
         """Exit status of a process: negative if a signal ended it, None while it runs."""
-        if pid not in self._ended:
-            ended = msgspec.json.decode(self._ask(b""), type=dict[int, int])
-            with self._lock:
-                self._ended |= ended
-        return self._ended.get(pid)
+        with self._lock:
+            if pid not in self._ended:
+                self._ended |= msgspec.json.decode(self._ask(b""), type=dict[int, int])
+            return self._ended.get(pid)
 
     def _ask(self, line: bytes) -> bytes:
-        with self._lock:
-            if self._process.stdin is None or self._process.stdout is None:
-                raise AttemptFailedError("the zygote has no pipes")
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+        if self._process.stdin is None or self._process.stdout is None:
+            raise AttemptFailedError("the zygote has no pipes")
+        self._process.stdin.write(line + b"\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
         if not answer:
             raise AttemptFailedError(f"the zygote ended with {self._process.poll()}")
         return answer
