@@ -159,8 +159,10 @@ def test_a_failure_surfaces_after_what_came_before_it(intake_of):
 def test_threads_end_when_it_is_closed(intake_of):
     feed = ListFeed([Offer(name(0), 1)])
     feed.gate.clear()
+    others = set(threading.enumerate())
     intake = intake_of(feed)
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("deltarefit-")}
+    before = set(threading.enumerate()) - others
+    assert before
     intake.close()  # does not wait for a fetch that is under way
     feed.gate.set()
     wait_until(lambda: not any(thread.is_alive() for thread in before))
@@ -369,6 +371,7 @@ def test_a_refit_without_changes_sends_nothing_and_writes_no_progress(tmp_path):
 @pytest.mark.torch
 @pytest.mark.parametrize("where", ["fetch", "decode", "apply"])
 def test_a_failure_anywhere_ends_the_attempt_and_leaves_no_thread(tmp_path, where):
+    others = set(threading.enumerate())
     with Pair(tmp_path) as pair:
         receiver = pair.receivers[0]
         struck = []
@@ -392,4 +395,9 @@ def test_a_failure_anywhere_ends_the_attempt_and_leaves_no_thread(tmp_path, wher
         assert report.attempts == 2
         assert f"planted in {where}" in report.failures[0]
         pair.assert_equal()
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith(("deltarefit-fetch", "deltarefit-look"))])
+
+        def left():
+            here = set(threading.enumerate()) - others
+            return [thread for thread in here if thread.name.startswith(("deltarefit-fetch", "deltarefit-look"))]
+
+        wait_until(lambda: not left())
