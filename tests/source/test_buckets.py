@@ -1,12 +1,15 @@
 """How shards fill chunks and chunks fill buckets (paper C, Fig. C.3)."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from source_cases import plan_for, spec, whole_task
 
 from deltarefit.ids import EncodingMode, OwnerId
+from deltarefit.payload import Limits
 from deltarefit.source import Owner, SourceSettings, cut_into_buckets, cut_into_chunks
 
-ITEM = object()
+ITEM = SimpleNamespace(spec=spec("t", (1,)))
 
 
 def sizes_of(chunks):
@@ -28,6 +31,16 @@ def test_a_chunk_without_changes_is_charged_to_no_bucket():
 def test_a_bucket_may_exceed_its_target_by_one_chunk_only():
     buckets = list(cut_into_buckets([((ITEM,), 5), ((ITEM,), 90), ((ITEM,), 5)], 60))
     assert [bucket.input_nbytes for bucket in buckets] == [5, 90, 5]
+
+
+def test_many_small_tensors_are_no_more_than_a_payload_may_hold():
+    """The largest mixtures have more tensors than one payload may have items; their names fill it too."""
+    chunks = [((ITEM,) * 5, 100), ((ITEM,), 1), ((), 9), ((ITEM,) * 4, 100)]
+    buckets = list(cut_into_buckets(chunks, 512, Limits(items=3)))
+    assert [len(bucket.items) for bucket in buckets] == [3, 3, 3, 1]
+    assert sum(bucket.input_nbytes for bucket in buckets) == 201
+    named = SimpleNamespace(spec=spec("n" * 40, (1,)))
+    assert [len(b.items) for b in cut_into_buckets([((named,) * 5, 10)], 512, Limits(name_nbytes=100))] == [2, 2, 1]
 
 
 def test_a_tensor_larger_than_the_bucket_is_one_payload_with_one_item():
