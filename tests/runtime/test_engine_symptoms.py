@@ -10,9 +10,12 @@ import torch
 
 import deltarefit
 from deltarefit.errors import AttemptFailedError, DeadlineError, OperatorRequiredError
+from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.engine import LocalEngine
 from deltarefit.runtime.gate import LocalGate
-from deltarefit.testing.faults import CorruptingSender, FaultPlan
+from deltarefit.runtime.session import control_plane
+from deltarefit.testing.faults import CorruptingSender, FailingSender, FaultPlan
+from deltarefit.transport import open_run
 
 from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb
 
@@ -90,8 +93,8 @@ class Served:
                 self.engines[-1], run=pair.run, name=f"rollout-{number}", request_gate=gate, settings=RECEIVER_SETTINGS
             )
             self.receivers.append(pair.stack.enter_context(receiver.start()))
-        self.wrap = settings.pop("wrap_sender", None)
-        self.publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, **settings), wrap_sender=self.wrap)
+        options = {name: settings.pop(name) for name in ("wrap_sender", "clock") if name in settings}
+        self.publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, **settings), **options)
 
     def refit(self, seed):
         perturb(self.pair.policy, seed)
@@ -300,3 +303,92 @@ def test_a_recovered_engine_gets_requests_while_it_holds_the_start_weights(make)
     served.refit(2)
     with receiver.serving(5.0):
         served.pair.assert_equal()
+
+
+def test_what_one_receiver_failed_to_apply_is_never_sent_again(make):
+    """The baseline moves with the commit, not with the sending: changes of a refit that failed are in the next one."""
+    served = make(num_receivers=2, min_receivers=2, max_attempts=1, bucket_nbytes=64, chunk_nbytes=64)
+    done = threading.Event()
+    done.set()
+    served.engines[1].troubles = [done, AttemptFailedError("bucket 1 was not applied")]
+    with pytest.raises(OperatorRequiredError, match="receiver rollout-1: bucket 1 was not applied"):
+        served.refit(0)
+    assert served.publisher.policy_version == 0
+    assert [engine.policy_version for engine in served.engines] == [None, None]
+    assert [receiver.policy_version for receiver in served.receivers] == [0, 0]
+    report = served.refit(1)
+    assert report.policy_version == 1
+    served.pair.assert_equal()
+
+
+def test_the_version_goes_up_although_every_receiver_failed(make):
+    """Nothing that others read says that there is a new version: no label, no record, no report."""
+    served = make(num_receivers=2, min_receivers=2, max_attempts=2)
+    served.refit(0)
+    for engine in served.engines:
+        engine.troubles = [AttemptFailedError("no memory on the device")] * 2
+    with pytest.raises(OperatorRequiredError, match="no memory on the device"):
+        served.refit(1)
+    assert served.publisher.policy_version == 1
+    assert [engine.policy_version for engine in served.engines] == [1, 1]
+    state = control_plane(open_run(served.pair.run, clock=SystemClock()), SystemClock(), RandomIds()).read()
+    assert (state.record.policy_version, state.attempt) == (1, None)
+
+
+class Interrupting(SystemClock):
+    """Ctrl-C while something waits."""
+
+    def __init__(self):
+        self.after = None
+
+    def sleep(self, seconds):
+        if self.after is not None:
+            self.after -= 1
+            if self.after < 0:
+                self.after = None
+                raise KeyboardInterrupt
+        super().sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a library failed"), MemoryError(), KeyboardInterrupt()], ids=["error", "memory", "interrupt"]
+)
+@pytest.mark.parametrize("sequence", [0, 2])
+def test_an_error_between_begin_and_end_leaves_receivers_waiting_for_ever(make, error, sequence):
+    """The next refit begins anew, whatever the last one was doing when it broke off."""
+    plan = FaultPlan(lambda name: name.sequence == sequence and name.attempt.startswith("v000002-a1"))
+
+    class Raising(FailingSender):
+        def send(self, payload_id, data):
+            if self.plan.strikes(payload_id):
+                raise error
+            self.inner.send(payload_id, data)
+
+    served = make(wrap_sender=lambda sender: Raising(sender, plan), bucket_nbytes=64, chunk_nbytes=64)
+    served.refit(0)
+    try:
+        report = served.refit(1)
+    except (KeyboardInterrupt, RuntimeError, MemoryError, deltarefit.RefitError):
+        report = served.publisher.refit()
+    assert (plan.fired, report.policy_version) == (1, 2)
+    served.pair.assert_equal()
+    with served.receivers[0].serving(5.0):
+        assert served.engines[0].policy_version == 2
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_a_trainer_interrupted_while_it_waits_can_refit_again(make, after):
+    clock = Interrupting()
+    served = make(clock=clock)
+    served.refit(0)
+    clock.after = after
+    slow = threading.Event()
+    served.engines[0].troubles = [slow]
+    threading.Timer(1.0, slow.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        served.refit(1)
+    report = served.refit(2)
+    served.pair.assert_equal()
+    assert report.policy_version >= 2
+    with served.receivers[0].serving(5.0):
+        assert served.engines[0].policy_version == report.policy_version
