@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,25 @@ def test_large_tensors_are_patched_slice_by_slice(tmp_path: Path) -> None:
     patched.read_words("w", 2**20 + 7, out)
     assert np.array_equal(out, new.numpy().view(np.uint16)[2**20 + 7 :][: out.size])
     patched.close()
+
+
+def test_memory_follows_the_parts_and_not_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(source_module, "_PART_NBYTES", 4 * 2**20)
+    weights = {"w": torch.zeros(64 * 2**20, dtype=torch.uint8)}
+    write(tmp_path / "old", weights)
+    weights["w"][:: 2**20] = 1
+    write(tmp_path / "new", weights)
+    diff_checkpoints(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
+    with CheckpointSource(tmp_path / "old") as source:
+        source.move_by(tmp_path / "delta")
+        tracemalloc.start()
+        try:
+            changed_words = sum(int(task.words().sum()) for task in source.tasks())
+            peak_nbytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert changed_words == 64
+    assert peak_nbytes < 24 * 2**20
 
 
 def test_a_delta_is_told_from_a_checkpoint(versions: Path, tmp_path: Path) -> None:

@@ -117,6 +117,24 @@ def nibbles(layer) -> None:
     replace(layer, "weight", packed.contiguous().view(torch.int32).view(layer.weight.shape))
 
 
+def nothing_done(layer) -> None:
+    """As for most layers of most engines: a kernel is chosen, and shapes are looked at."""
+    SEEN.append((layer, logical_words(layer.weight.data).tobytes()))
+    layer.helper.kernel = torch.nn.functional.linear
+    layer.helper.columns = layer.weight.shape[1]
+    layer.view = layer.weight.data[2:4].t()
+
+
+def copied_behind_the_hook(layer) -> None:
+    """Nothing that torch sees."""
+    layer.helper.packed = layer.weight.data.view(torch.int16).numpy().copy()
+
+
+def looked_at(layer) -> None:
+    """A value is read, and nothing comes of it."""
+    layer.helper.kernel = "fast" if bool((layer.weight.data == 0).all()) else "any"
+
+
 def kept_beside(layer) -> None:
     """A packed weight, and the unpacked one as a plain attribute: two destinations."""
     layer.unpacked = layer.weight.data.clone()
@@ -163,6 +181,7 @@ def behind_a_handle(layer) -> None:
 
 
 HIDDEN: list[torch.Tensor] = []
+SEEN: list[tuple[torch.nn.Module, bytes]] = []
 
 
 class Slots:
@@ -216,6 +235,9 @@ KINDS = {
     "tiles": (tiles, None, {"weight": BF16}),
     "halves swapped and padded": (halves_swapped_and_padded, None, {"weight": BF16}),
     "nibbles": (nibbles, None, {"weight": ("int32", (4, 6))}),
+    "nothing done": (nothing_done, None, {"weight": BF16}),
+    "copied behind the hook": (copied_behind_the_hook, None, {"weight": BF16}),
+    "looked at": (looked_at, None, {"weight": BF16}),
     "kept beside": (kept_beside, None, {"weight": BF16}),
     "in a closure": (in_a_closure, None, {"weight": BF16}),
     "in a slot": (in_a_slot, None, {"weight": BF16}),
@@ -389,9 +411,6 @@ def test_what_an_engine_changes_between_refits_stays_changed() -> None:
     assert SHARED == {"finished": 1, "requests": 7}
 
 
-SEEN: list[tuple[torch.nn.Module, bytes]] = []
-
-
 def tiles_and_says_so(layer) -> None:
     SEEN.append((layer, logical_words(layer.weight.data).tobytes()))
     tiles(layer)
@@ -407,7 +426,18 @@ def test_a_layer_is_believed_after_twenty_loads_of_random_bits() -> None:
     for layer, content in SEEN:
         loads.setdefault(layer, set()).add(content)
     zeros, digits = bytes(96), bytes(range(1, 97))
-    assert [len(contents - {zeros, digits}) for contents in loads.values()] == [24, 2]
+    looks = 1  # whether anything is done at all
+    assert [len(contents - {zeros, digits}) for contents in loads.values()] == [24 + looks, 2]
+
+
+def test_a_layer_that_is_left_as_loaded_is_not_learnt() -> None:
+    """Two loads tell; learning takes some thirty and several times the layer's memory."""
+    engine, catalog = engine_and_catalog(KINDS["nothing done"])
+    model = engine.serve(random_weights(catalog, 1, finite=True))
+    SEEN.clear()
+    report = RankReceiver(model, model.load_weights, after_load=engine).prewarm(catalog)
+    assert len(SEEN) == 4
+    assert {(route.kind, route.reason) for route in report.routes.values()} == {("pieces", "")}
 
 
 @pytest.mark.parametrize("name", ["nibbles", "kept beside", "sums appended", "largest scale"])
@@ -464,6 +494,18 @@ def test_what_cannot_be_followed_is_refused_by_name(name: str) -> None:
     rows = tensor_outcomes(model, model.load_weights, catalog, after_load=engine)
     assert any(row.outcome == "refused" and reason in row.reason for row in rows), rows
     assert raw_state(model) == before
+
+
+def test_a_second_model_that_finds_no_room_is_a_refusal(monkeypatch) -> None:
+    engine, catalog = engine_and_catalog(KINDS["tiles"])
+    model = engine.serve(random_weights(catalog, 1, finite=True))
+
+    def build() -> torch.nn.Module:
+        raise torch.OutOfMemoryError("tried to allocate 40 GiB")
+
+    monkeypatch.setattr(engine, "build", build)
+    with pytest.raises(RejectedError, match=r"the second model on which to learn how could not be built: .*40 GiB"):
+        RankReceiver(model, model.load_weights, after_load=engine).prewarm(catalog)
 
 
 def test_dropped_tensors_are_skipped_where_that_is_known() -> None:

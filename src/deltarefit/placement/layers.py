@@ -12,6 +12,7 @@ import torch
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
 from deltarefit.placement.after_load import AfterLoad
+from deltarefit.placement.alone import is_left_alone
 from deltarefit.placement.digits import random_words
 from deltarefit.placement.finals import UnitMap, learn_unit
 from deltarefit.placement.learn import LearnedLoader
@@ -43,7 +44,7 @@ class LearnedLayers:
     refused: dict[str, str] = field(default_factory=dict)
     """Canonical tensors of units whose post-load cannot be followed at all."""
     untouched: tuple[str, ...] = ()
-    """Canonical tensors that no post-load step comes near."""
+    """Canonical tensors that no post-load step reads or moves."""
 
 
 def learn_layers(
@@ -52,22 +53,30 @@ def learn_layers(
     """Learn the post-load steps of a model that ``after_load`` built. Its contents are overwritten."""
     result = LearnedLayers()
     known: dict[object, tuple[Unit, UnitMap]] = {}
-    units = units_of(model, after_load.steps(model), storages, learned, catalog)
-    for unit in units:
+    inside: set[str] = set()
+    for unit in units_of(model, after_load.steps(model), storages, learned, catalog):
+        kind = _kind(unit, learned, catalog)
         try:
             rig = UnitRig(unit, lambda pairs: after_load.load(model, pairs), learned, catalog)
-            unit_map = _alike(known.get(_kind(unit, learned, catalog)), unit, rig, catalog)
-            if unit_map is None:
-                unit_map = learn_unit(rig, catalog)
-                known[_kind(unit, learned, catalog)] = (unit, unit_map)
-            views = {path: view_of(tensor) for path, tensor in rig.reached.tensors.items()}
-            result.layers.append(LearnedLayer(unit, unit_map, rig, views))
+            if kind in known or not is_left_alone(rig, catalog):
+                inside.update(unit.names)
+                result.layers.append(_layer(rig, known, kind, catalog))
             rig.release()
         except RejectedError as error:
+            inside.update(unit.names)
             result.refused |= dict.fromkeys(unit.names, str(error))
-    inside = {name for unit in units for name in unit.names}
     result.untouched = tuple(name for name in catalog if name in learned.homes and name not in inside)
     return result
+
+
+def _layer(rig: UnitRig, known: dict[object, tuple[Unit, UnitMap]], kind: object, catalog: Catalog) -> LearnedLayer:
+    """Learn a unit, unless it is as one of its kind that is known."""
+    unit_map = _alike(known.get(kind), rig.unit, rig, catalog)
+    if unit_map is None:
+        unit_map = learn_unit(rig, catalog)
+        known[kind] = (rig.unit, unit_map)
+    views = {path: view_of(tensor) for path, tensor in rig.reached.tensors.items()}
+    return LearnedLayer(rig.unit, unit_map, rig, views)
 
 
 def view_of(tensor: torch.Tensor) -> tuple[object, ...]:

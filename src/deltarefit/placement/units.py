@@ -7,7 +7,9 @@ steps run on any content, so that what they do to stored bits can be seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,8 +166,14 @@ class UnitRig:
                 strided(held, piece.canonical)[...] = True
         return held
 
-    def run(self, words: Mapping[str, Words]) -> dict[str, RawBytes]:
+    def run(
+        self, words: Mapping[str, Words], *, during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> dict[str, RawBytes]:
         """Load these canonical words (zeros where there are none), run the post-load steps, and read every storage.
+
+        Args:
+            words: by name.
+            during: open while the steps run.
 
         Returns:
             The bytes of each storage that hangs on the unit, by the path of the first tensor that lies in it.
@@ -173,23 +181,27 @@ class UnitRig:
         Raises:
             RejectedError: the loader or a step failed.
         """
-        self._make_ready()
+        self.make_ready()
         for storage in self.unit.storages:
-            base = self._base.get(storage.key)
-            content = np.zeros(storage.nbytes, np.uint8) if base is None else base.copy()
-            for name, homes in self._homes.items():
-                if name in words:
-                    _scatter(content, storage, homes, words[name])
-            storage.words(1).copy_(torch.from_numpy(content))
+            storage.words(1).copy_(torch.from_numpy(self.content(storage, words)))
         self._load((name, words[name]) for name in self.computed if name in words)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), during():
                 for step in self.unit.runs:
                     step()
         except Exception as error:  # the engine's code
             raise RejectedError(f"the post-load step fails on a probe: {type(error).__name__}: {error}") from error
         self.reached = self.unit.reach()
         return {path: raw_bytes(_whole_storage(tensor)) for path, tensor in _first_of_storage(self.reached.tensors)}
+
+    def content(self, storage: ModelStorage, words: Mapping[str, Words]) -> RawBytes:
+        """What a load of these canonical words leaves in one load-time storage, computed tensors aside."""
+        base = self._base.get(storage.key)
+        content = np.zeros(storage.nbytes, np.uint8) if base is None else base.copy()
+        for name, homes in self._homes.items():
+            if name in words:
+                _scatter(content, storage, homes, words[name])
+        return content
 
     def release(self) -> None:
         """Put the modules back, and free what they hold until the next run."""
@@ -200,7 +212,7 @@ class UnitRig:
             tensors = self.unit.reach().tensors.values()
             self._hollow = HollowTensors(tensors, (storage.raw for storage in self.unit.storages))
 
-    def _make_ready(self) -> None:
+    def make_ready(self) -> None:
         """Bring the modules into the state in which a load finds them.
 
         What others changed since the last release, in tables that the modules share with them, stays as it is.

@@ -90,9 +90,9 @@ class AfterLoadAssembly:
         settings: ReceiverSettings,
         learned: LearnedLoader,
         layers: LearnedLayers,
-        twin: Mapping[str, torch.Tensor],
+        twin: Mapping[str, tuple[object, ...]],
     ) -> None:
-        """``twin``: parameters and buffers of the model that serves nobody, as its loader left them."""
+        """``twin``: how parameters and buffers of the model that serves nobody lay when it was loaded."""
         self._model = model
         self._catalog = catalog
         self._settings = settings
@@ -229,7 +229,7 @@ class AfterLoadAssembly:
         homes: list[Home] = []
         for home in self._learned.homes[name]:
             for inner in home.storage.names:
-                if inner not in self._state or view_of(self._state[inner]) != view_of(self._twin[inner]):
+                if inner not in self._state or view_of(self._state[inner]) != self._twin[inner]:
                     self._refused[name] = f"{inner} of the serving model is not laid out as a fresh one's"
                     return
             storage = self._storage(self._state[home.storage.key])

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from deltarefit.canonical import Catalog, TensorSpec
-from deltarefit.errors import RejectedError
+from deltarefit.errors import RefitError, RejectedError
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.placement.inputs import LoadWeights
-from deltarefit.placement.layers import learn_layers
+from deltarefit.placement.layers import learn_layers, view_of
 from deltarefit.placement.learn import LearnedLoader, learn_loader
 from deltarefit.placement.run import places_of, run_loader
 from deltarefit.placement.storages import StorageMap, state_tensors
@@ -66,7 +66,7 @@ def prewarm_after_load(
     """
     if settings.path is ApplyPath.SCRATCH:
         raise RejectedError("ApplyPath.SCRATCH goes through the loader, which no longer fits weights that post-load packed")
-    twin = after_load.build()
+    twin = _second_model(after_load)
     tensors = state_tensors(twin)
     storages = StorageMap(tensors)
 
@@ -94,8 +94,21 @@ def prewarm_after_load(
     problems |= {name: reason for name, reason in missing.items() if name in kept}
     if problems or learned.refused:
         raise refusal({**learned.refused, **problems})
+    views = {name: view_of(tensor) for name, tensor in tensors.items()}
     layers = learn_layers(twin, after_load, storages, learned, catalog)
-    return AfterLoadAssembly(model, catalog, settings, learned, layers, tensors).build(aliases)
+    return AfterLoadAssembly(model, catalog, settings, learned, layers, views).build(aliases)
+
+
+def _second_model(after_load: AfterLoad) -> torch.nn.Module:
+    try:
+        return after_load.build()
+    except RefitError:
+        raise
+    except Exception as error:  # the engine's code; most likely there is no memory left beside what serves
+        raise RejectedError(
+            "post-load changed this model's weights, and the second model on which to learn how could not be built: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def take_aliases(learned: LearnedLoader) -> dict[str, str]:
