@@ -123,7 +123,7 @@ def test_a_receiver_with_any_retained_version_serves_the_committed_one_without_a
     assert_nothing_else_is_kept(pair.run)
 
 
-def test_weights_of_no_retained_version_wait_for_the_next_refit(pair):
+def test_weights_of_no_retained_version_wait_for_the_next_refit(pair, caplog):
     publisher = pair.publisher(settings=msgspec.structs.replace(KEEPING, retained_versions=2))
     refits(pair, publisher, 4)
     assert [link.base_version for link in record(pair.run).links] == [2, 3]
@@ -133,6 +133,7 @@ def test_weights_of_no_retained_version_wait_for_the_next_refit(pair):
     with pytest.raises(DeadlineError):
         back.serving(0.3).__enter__()
     assert raw(model) == before
+    assert "none of policy versions 2 to 4: payloads up to version 2 are not retained any more" in caplog.text
     pair.models.append(model)
     refits(pair, publisher, 1)
     pair.assert_equal()

@@ -22,6 +22,7 @@ from deltarefit.transport import RunStore, keys, open_run
 __all__ = ["Check", "Diagnosis", "examine"]
 
 _ROUND_TRIPS = 5
+_PROBE_NBYTES = 4096  # more than is written: what a store adds is to be seen
 _TRIES = 3  # a person waits
 _LEAST_FREE_NBYTES = 2**30
 _STORE_TICK_S = 1.0  # S3 tells times in whole seconds
@@ -92,10 +93,13 @@ class _Probe:
         store, key = self._store, f"{self._prefix}/object"
         try:
             store.put(key, b"first")
-            if store.get(key, max_nbytes=16) != b"first":
-                raise RejectedError(f"{key}: read other bytes than were just written")
+            if (found := store.get(key, max_nbytes=_PROBE_NBYTES)) != b"first":
+                raise RejectedError(
+                    f"{key}: read {found[:80]!r} ({len(found)} bytes) where b'first' was just written; some stores keep the "
+                    "framing of an upload in the object, and some proxies add to it: use another endpoint, or a newer store"
+                )
             store.put(key, b"second")
-            if store.get(key, max_nbytes=16) != b"second":
+            if store.get(key, max_nbytes=_PROBE_NBYTES) != b"second":
                 raise RejectedError(f"{key}: read old bytes right after they were replaced; the store is not consistent")
             if [info.key for info in store.listing(self._prefix)] != [key]:
                 raise RejectedError(f"{self._prefix}/: an object that was just written is not listed")
@@ -103,7 +107,7 @@ class _Probe:
                 raise RejectedError(f"{key}: an object that is there was created a second time")
         finally:
             store.delete_prefix(self._prefix)
-        if store.find(key, max_nbytes=16) is not None:
+        if store.find(key, max_nbytes=_PROBE_NBYTES) is not None:
             raise RejectedError(f"{key}: still there after it was deleted; a run's leftovers could not be removed")
         return Check(name="permissions", status="ok", found="write, read, list, create once and delete work")
 

@@ -139,6 +139,13 @@ class Rejoining:
                 base, _ = read_digests(self._store, links[number], catalog)
             if all(digest is None or digest == base[name] for name, digest in shown.items()):
                 return self._affordable(tuple(links[number:])), target
+        _LOG.warning(
+            "what the engine holds is none of policy versions %d to %d: payloads up to version %d are not retained any more; "
+            "nothing is written",
+            links[0].base_version,
+            links[-1].target_version,
+            links[0].base_version,
+        )
         return None, target
 
     def _affordable(self, chain: tuple[ChainLink, ...]) -> tuple[ChainLink, ...] | None:
