@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,20 @@ class BareSglang:
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             return _initialize_model(self._config, self._load_config, quantisation).eval()
 
+    def loading(self) -> AbstractContextManager[None]:
+        """What SGLang has around its own loading."""
+        from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+        around: AbstractContextManager[None] = set_default_torch_dtype(self._config.dtype)
+        return around
+
     def loaded(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """A model that SGLang's own code loaded, post-load steps included: the dense reload that refits are compared with."""
         from sglang.srt.model_loader.loader import DefaultModelLoader
-        from sglang.srt.model_loader.utils import set_default_torch_dtype
 
         model = self.build()
         self._watch(model)
         pairs = iter([(name, tensor.clone()) for name, tensor in weights.items()])
-        with torch.no_grad(), set_default_torch_dtype(self._config.dtype):
+        with torch.no_grad(), self.loading():
             DefaultModelLoader.load_weights_and_postprocess(model, pairs, torch.device("cpu"))
         return model
