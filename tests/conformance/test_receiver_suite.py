@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltarefit.errors import LoaderContractError, RefitError
-from deltarefit.receiver import ApplyPath, RankReceiver, rank
+from deltarefit.receiver import ApplyPath, RankReceiver, rank, ready
 from deltarefit.records import Encoding
 from deltarefit.testing.loaders import ToyModel, random_weights
 from deltarefit.testing.receiver_suite import ReceiverTests
@@ -127,7 +127,7 @@ def test_a_retry_that_trusts_what_is_there(monkeypatch):
 
 
 def test_a_payload_that_nobody_checks(monkeypatch):
-    monkeypatch.setattr(rank, "_check", lambda *_: None)
+    monkeypatch.setattr(ready, "_check", lambda *_: None)
     with pytest.raises((AssertionError, KeyError, pytest.fail.Exception)):
         Sound().test_unknown_names_are_refused_before_the_first_byte()
 
