@@ -334,6 +334,18 @@ def test_an_answer_that_is_too_long_or_no_json_is_an_error(server, monkeypatch) 
         ask("GET", "/version")
 
 
+@pytest.mark.parametrize("success", [False, None, "not supported"])
+def test_a_failure_told_in_the_body_is_a_refusal(server, success) -> None:
+    """Status 200 says that the request was understood."""
+    told = JsonServer(url_of(server), timeout_s=5.0, if_missing="")
+    for good in (b"", b"Cache flushed.", b"[1]", b'{"status": "paused"}', b'{"success": true}'):
+        server.answers["/pause"] = (200, good)
+        told.tell("POST", "/pause", {})
+    server.answers["/pause"] = (200, json.dumps({"success": success, "message": "the engine is asleep"}).encode())
+    with pytest.raises(ServerRefusalError, match=r"/pause: answered with status 200, but .*the engine is asleep"):
+        told.tell("POST", "/pause", {})
+
+
 # --- drafts -------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ from deltarefit.errors import (
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
 from deltarefit.integrations.exchange.directory import Exchange
 from deltarefit.integrations.vllm import BACKEND, VllmEngine
-from deltarefit.integrations.vllm.calls import HttpCalls
+from deltarefit.integrations.vllm.calls import AsyncCalls, HttpCalls
 from deltarefit.kernels import code_records
 from deltarefit.payload import encode
 from deltarefit.plan import RefitPlan
@@ -292,3 +293,44 @@ def test_the_entry_point_is_the_registration() -> None:
     from deltarefit.integrations.vllm import register
 
     assert entry.load() is register
+
+
+class AsyncLLM:
+    """The few calls of vLLM's ``AsyncLLM`` whose answers count; ``answers`` are what they answer."""
+
+    def __init__(self, **answers: object) -> None:
+        self.answers = answers
+
+    def __getattr__(self, name: str):
+        async def call(*_: object, **__: object) -> object:
+            return self.answers.get(name)
+
+        return call
+
+
+@pytest.fixture
+def loop():
+    running = asyncio.new_event_loop()
+    thread = threading.Thread(target=running.run_forever)
+    thread.start()
+    yield running
+    running.call_soon_threadsafe(running.stop)
+    thread.join()
+    running.close()
+
+
+UNSUPPORTED = {"todo": "not supported"}
+
+
+@pytest.mark.parametrize("answer", [False, UNSUPPORTED, "unsupported"])
+def test_an_engine_that_answers_that_it_cannot_is_not_taken_to_have_done_it(loop, answer) -> None:
+    def calls(**answers: object) -> AsyncCalls:
+        return AsyncCalls(AsyncLLM(**answers), loop, in_flight="keep", timeout_s=5.0)
+
+    good = calls(reset_prefix_cache=True)
+    good.pause(5.0)
+    assert good.reset_caches()
+    assert not calls(reset_prefix_cache=answer).reset_caches()
+    assert not calls(reset_prefix_cache=True, reset_encoder_cache=answer).reset_caches()
+    with pytest.raises(AttemptFailedError, match=r"vLLM refused pausing \(keep\): expected no answer, got "):
+        calls(pause_generation=answer).pause(5.0)

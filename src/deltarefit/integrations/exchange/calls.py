@@ -111,8 +111,16 @@ class JsonServer:
             ) from error
 
     def tell(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> None:
-        """The same where only success counts, and the answer may be of any kind."""
-        self._exchange(method, route, body, timeout_s)
+        """The same where only success counts, and the answer may be of any kind. Some servers say that they failed in a body
+        with status 200; that is a refusal too."""
+        text = self._exchange(method, route, body, timeout_s)
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            return
+        if isinstance(answer, dict) and answer.get("success", True) is not True:
+            shown = text[:_SHOWN_NBYTES].decode(errors="replace")
+            raise ServerRefusalError(f"{method} {self._url}{route}: answered with status 200, but {shown}", status=200)
 
     def _exchange(self, method: str, route: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> bytes:
         limit_s = self._timeout_s if timeout_s is None else timeout_s

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
-from deltarefit.errors import RejectedError
+from deltarefit.errors import AttemptFailedError, RejectedError
 from deltarefit.integrations.exchange import EngineCalls, JsonServer, run_in_loop
 from deltarefit.runtime.gate import RequestGate
 
@@ -127,9 +127,10 @@ class AsyncCalls:
         self._wait(self._llm.update_weight_version(weight_version), "update_weight_version")
 
     def pause(self, timeout_s: float) -> None:
-        self._wait(
-            self._llm.pause_generation(mode=self._in_flight, clear_cache=False), f"pausing ({self._in_flight})", timeout_s
-        )
+        what = f"pausing ({self._in_flight})"
+        answer = self._wait(self._llm.pause_generation(mode=self._in_flight, clear_cache=False), what, timeout_s)
+        if answer is not None and answer is not True:
+            raise AttemptFailedError(f"vLLM refused {what}: expected no answer, got {answer!r:.200}; nothing may be written")
 
     def resume(self) -> None:
         self._wait(self._llm.resume_generation(), "resume_generation")
