@@ -7,7 +7,7 @@ near-constant bytes of such results look like moved ones for a while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ _RANDOM_PASSES = 20
 """Loads of random bits. Three are too few: compensation sums then pass for constants."""
 _ORDINARY_PASSES = 4
 """Further loads of ordinary numbers: among random bits are NaN, which swallow maxima and sums."""
+_PART = 2**22
 _SEED = 0
 _MIN_ADDRESS = 2**31
 """Whole numbers from here on are taken for addresses, which differ from load to load without meaning anything."""
@@ -114,7 +115,7 @@ class _Level:
 
 
 def learn_unit(rig: UnitRig, catalog: Catalog) -> UnitMap:
-    """Learn one unit. Memory while learning: about six bytes for each granule of the unit and of what it becomes.
+    """Learn one unit. Memory while learning: about 17 bytes for each byte of the unit where granules are bytes.
 
     Raises:
         RejectedError: load or post-load fails on a probe, or leaves other tensors from one time to the next.
@@ -219,15 +220,15 @@ class _Learning:
         """Per path the number of the source granule per granule, from 1; 0 where digits made no sense, or none."""
         count = self._nbytes * 8 // bits
         width: Any = np.dtype(np.int32 if count < 2**31 - 1 else np.int64)
-        numbers: Ids = np.arange(1, count + 1, dtype=width)
         before = {path: granules_of_bytes(raw, bits) for path, raw in constants.items()}
         ids: dict[str, Ids] = {path: np.zeros(granules.size, width) for path, granules in before.items()}
         for digit in range(-(-count.bit_length() // bits)):
-            spelt = ((numbers >> (bits * digit)) & ((1 << bits) - 1)).astype(np.uint8)
-            outputs = self._run(bytes_of_granules(spelt, bits))
+            outputs = self._run(bytes_of_granules(_spelt(count, bits, digit), bits))
             _require_same(constants, outputs)
             for path, raw in outputs.items():
-                ids[path] |= (granules_of_bytes(raw, bits) ^ before[path]).astype(width) << (bits * digit)
+                found = granules_of_bytes(raw, bits)
+                for part in _parts(found.size):
+                    ids[path][part] |= (found[part] ^ before[path][part]).astype(width) << (bits * digit)
         for array in ids.values():
             array[(array < 0) | (array > count)] = 0
         return ids
@@ -240,11 +241,12 @@ class _Learning:
             if ids.size % ratio:
                 break
             rows = ids.reshape(-1, ratio)
-            first = rows[:, :1]
-            is_none = (rows == 0).all(axis=1)
-            if not (
-                is_none | ((first[:, 0] % ratio == 1) & (rows == first + np.arange(ratio, dtype=ids.dtype)).all(axis=1))
-            ).all():
+            first = rows[:, 0]
+            is_none, is_run = first == 0, first % ratio == 1
+            for place in range(1, ratio):
+                is_none &= rows[:, place] == 0
+                is_run &= rows[:, place] == first + place
+            if not (is_none | is_run).all():
                 break
             ids = np.where(is_none, ids.dtype.type(0), (rows[:, 0] - 1) // ratio + 1)
             bits *= ratio
@@ -338,17 +340,32 @@ class _Learning:
         for path, final in level.finals.items():
             starts = self._starts * 8 // final.bits
             numbers, positions = inverse(final.ids, int(starts[-1]))
+            starts = starts.astype(numbers.dtype)
             bounds = np.searchsorted(numbers, starts)
             for spec, start, low, high in zip(self._specs, starts, bounds, bounds[1:], strict=False):
                 if low == high or spec.name in missing or spec.name in tangled:
                     continue
-                pairs = GranulePairs(numbers[low:high] - int(start), positions[low:high])
+                mine = numbers[low:high]
+                pairs = GranulePairs(mine - int(start) if start else mine, positions[low:high])
                 found = fit_bit_homes(spec, path, pairs, final.before, final.bits)
                 if isinstance(found, str):
                     tangled[spec.name] = found
                 else:
                     homes.setdefault(spec.name, []).extend(found)
         return {name: tuple(found) for name, found in homes.items() if name not in tangled}, tangled
+
+
+def _parts(size: int) -> Iterator[slice]:
+    """Parts of a long array, so that what is computed on the way stays small."""
+    return (slice(low, min(low + _PART, size)) for low in range(0, size, _PART))
+
+
+def _spelt(count: int, bits: int, digit: int) -> NDArray[np.uint8]:
+    """One digit of the numbers of all granules, from 1 on."""
+    digits = np.empty(count, np.uint8)
+    for part in _parts(count):
+        digits[part] = (np.arange(part.start + 1, part.stop + 1) >> (bits * digit)) & ((1 << bits) - 1)
+    return digits
 
 
 def _steady(first: Mapping[str, complex], second: Mapping[str, complex]) -> dict[str, str]:

@@ -14,13 +14,15 @@ from deltarefit.pieces import Cast, Piece, StridedView
 
 __all__ = ["MAX_PIECES", "fit_pieces", "split_ascending"]
 
-Positions = NDArray[np.int64]
+Positions = NDArray[np.int64] | NDArray[np.int32]
 _Axis = tuple[int, int, int]
 
 MAX_PIECES = 4096
 """More boxes than this in one write mean that the placement is no strided one."""
 _FIRST_WINDOW = 4096
 """Elements compared at first; doubled while they agree, so that a short box costs little however long the rest is."""
+_LAST_WINDOW = 2**20
+"""Most elements compared at a time: what that takes on the way stays in cache."""
 
 
 def fit_pieces(
@@ -71,7 +73,7 @@ def _repeats(positions: Positions, block: int, step: int) -> int:
         if not same.all():
             return done + int(np.argmin(same))
         done = until
-        window *= 2
+        window = min(2 * window, max(1, _LAST_WINDOW // block))
     return done
 
 
