@@ -65,14 +65,20 @@ def test_any_bytes_are_refused(tmp_path_factory, data):
         refused(path)
 
 
-def rewritten(delta: Path, change, *, text=None) -> Path:
+def streamed(content: bytes) -> bytes:
+    writer = zstandard.ZstdCompressor().compressobj()
+    return writer.compress(content) + writer.flush()
+
+
+def rewritten(delta: Path, change, *, text=None, compress=zstandard.compress, claims=0) -> Path:
     """The delta with another manifest under digests that fit it: what only a hostile hand would make."""
     data = delta.read_bytes()
     offset = struct.unpack_from("<Q", data, 16)[0]
-    document = msgspec.json.decode(zstandard.ZstdDecompressor().decompress(data[offset:]))
+    document = msgspec.json.decode(zstandard.ZstdDecompressor().decompress(data[offset:], max_output_size=2**20))
     change(document)
-    frame = zstandard.ZstdCompressor().compress(msgspec.json.encode(document) if text is None else text)
-    raw_nbytes = len(msgspec.json.encode(document) if text is None else text)
+    text = msgspec.json.encode(document) if text is None else text
+    frame = compress(text)
+    raw_nbytes = len(text) + claims
     fields = (container.MAGIC, 1, 0, 0, offset, len(frame), raw_nbytes, bytes.fromhex(digest_of(frame)))
     head = HEAD.pack(*fields, bytes(16))[:-16]
     delta.write_bytes(head + bytes.fromhex(digest_of(head)) + data[HEAD.size : offset] + frame)
@@ -92,6 +98,14 @@ def set_at(*keys_and_value):
 
 def test_rewriting_without_a_change_is_accepted(delta):
     offline.inspect_delta(rewritten(delta, lambda _: None))
+
+
+def test_a_manifest_that_a_streaming_encoder_compressed_is_read_under_the_same_limit(delta):
+    shown = offline.inspect_delta(delta)
+    assert offline.inspect_delta(rewritten(delta, lambda _: None, compress=streamed)).files == shown.files
+    assert "bytes decompressed, expected" in refused(rewritten(delta, lambda _: None, compress=streamed, claims=1))
+    assert "not one whole zstd frame" in refused(rewritten(delta, lambda _: None, compress=streamed, claims=-1))
+    assert "cannot hold" in refused(rewritten(delta, lambda _: None, compress=streamed, claims=2**29))
 
 
 NAME, BASE, TARGET, CARRIED, SENT = range(5)

@@ -50,7 +50,8 @@ def _frame(content_to_frame):
     return draft.build()
 
 
-def _streamed(content):
+def streamed(content):
+    """A frame as an encoder writes it that does not know how much is still to come."""
     writer = zstandard.ZstdCompressor().compressobj()
     return writer.compress(content) + writer.flush()
 
@@ -117,7 +118,7 @@ REFUSALS = {
     "digest": lambda: (sample(KEY), {"key": bytes(32)}, "altered, or the two sides have different run keys"),
     "frame-magic": lambda: (_frame(lambda content: b"\x50\x2a\x4d\x18\x04\0\0\0" + content), {}, "expected a zstd frame"),
     "frame-header": lambda: (_frame(lambda _: b"\x28\xb5\x2f\xfd\xff"), {}, "no valid zstd frame header"),
-    "frame-streamed": lambda: (_frame(_streamed), {}, "states no content size"),
+    "frame-streamed": lambda: (_frame(lambda content: streamed(content[:-1])), {}, "2 bytes decompressed, expected 3"),
     "frame-size": lambda: (_frame(lambda content: zstandard.compress(content + b"\0")), {}, "states 4 bytes, expected 3"),
     "frame-dictionary": lambda: (_frame(_with_dictionary), {}, "needs dictionary 1, expected none"),
     "frame-window": lambda: (_frame(_wide_window), {}, "needs a window of 2147483648 bytes, at most 8388608"),

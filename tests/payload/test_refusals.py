@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zstandard
-from payload_cases import ID, KEY, as_plain, item, sample, sample_items
-from refusals import FURTHER, REFUSALS
+from payload_cases import ID, KEY, Draft, as_plain, item, sample, sample_items
+from refusals import FURTHER, REFUSALS, streamed
 
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.payload import decode, encode, read_header
+from deltarefit.payload.frames import open_frame
 from deltarefit.records import Encoding, LocationForm
 
 
@@ -74,11 +75,44 @@ def test_a_lying_payload_does_not_make_the_decoder_allocate():
         tracemalloc.stop()
 
 
+def test_frames_of_streaming_encoders_are_read_under_the_same_limit():
+    """They state no content size, because their writer does not know it when it begins."""
+    draft = Draft.of(sample())
+    planes = [zstandard.decompress(frame) for frame in draft.frames]
+    draft.frames = [streamed(plane) for plane in planes]
+    assert {zstandard.get_frame_parameters(frame).content_size for frame in draft.frames} == {zstandard.CONTENTSIZE_UNKNOWN}
+    plain, read = decode(sample()), decode(draft.build())
+    assert [as_plain(one) for one in read.items] == [as_plain(one) for one in plain.items]
+    draft.frames[0] = streamed(planes[0] + bytes(2**20))
+    tracemalloc.start()
+    with pytest.raises(PayloadInvalidError, match="its zstd frame is corrupt or does not end where it should"):
+        decode(draft.build())
+    peak_nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_nbytes < 2**18, "expected no more than the table says to be allocated"
+
+
+def test_nothing_compressed_is_not_nothing():
+    """A frame of no bytes is whole; no bytes are no frame; neither is taken for the other, nor for an unknown size."""
+    nothing = zstandard.compress(b"")
+    for frame in (nothing, streamed(b"")):
+        assert open_frame(memoryview(frame), 0, where="here", what="plane") == b""
+        with pytest.raises(PayloadInvalidError, match="expected 1"):
+            open_frame(memoryview(frame), 1, where="here", what="plane")
+    with pytest.raises(PayloadInvalidError, match="expected a zstd frame"):
+        open_frame(memoryview(b""), 0, where="here", what="plane")
+    with pytest.raises(PayloadInvalidError):
+        open_frame(memoryview(streamed(b"x")), 0, where="here", what="plane")
+    for data in (b"", nothing):
+        with pytest.raises(PayloadInvalidError):
+            decode(data)
+
+
 def test_a_short_answer_of_the_zstd_binding_is_refused(monkeypatch):
     """zstd compares sizes itself; should a binding hand on less all the same, columns must not silently end early."""
 
     class Short:
-        def decompress(self, frame, allow_extra_data):
+        def decompress(self, frame, max_output_size, allow_extra_data):
             return zstandard.decompress(frame)[:-1]
 
     data = sample()

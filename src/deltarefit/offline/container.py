@@ -26,6 +26,7 @@ from deltarefit.offline.grid import Grid
 from deltarefit.offline.manifest import BlobRow, FileRow, Manifest, PayloadRow, TensorRow, check
 from deltarefit.offline.safetensors import Header, parse_header
 from deltarefit.payload import Limits, decode, encode
+from deltarefit.payload.frames import could_hold
 from deltarefit.records import CodedItem
 
 __all__ = ["FORMAT_VERSION", "HEAD", "MAGIC", "MAX_MANIFEST_NBYTES", "Delta", "DeltaWriter", "blob_digest", "encode_items"]
@@ -297,12 +298,17 @@ def _read_manifest(fd: int, head: _Head, path: Path) -> Manifest:
 
 
 def _open_frame(frame: bytes, nbytes: int, path: Path, what: str) -> bytes:
-    """Decompress one whole frame of a stated size, which is compared with the frame's own before anything is allocated."""
+    """Decompress one whole frame of a stated size, which is compared with the frame's own, if it has one, before anything is
+    allocated. Frames of streaming encoders have none and are decompressed under that limit."""
     try:
         stated = zstandard.get_frame_parameters(frame).content_size
-        if stated != nbytes:
+        if stated not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
             _refuse(path, f"{what}: its zstd frame states {stated} bytes, expected {nbytes}")
-        content: bytes = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        if not could_hold(len(frame), nbytes):
+            _refuse(path, f"{what}: {len(frame)} bytes of zstd cannot hold {nbytes}")
+        # The binding takes 0 for "no limit given".
+        reader = zstandard.ZstdDecompressor()
+        content: bytes = reader.decompress(frame, max_output_size=max(1, nbytes), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PayloadInvalidError(f"{path}: {what}: not one whole zstd frame: {error}; nothing was applied") from error
     if len(content) != nbytes:

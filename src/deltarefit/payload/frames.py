@@ -77,8 +77,8 @@ def could_hold(frame_nbytes: int, nbytes: int) -> bool:
 def open_frame(frame: memoryview, nbytes: int, *, where: object, what: str) -> bytes:
     """Decompress one frame that must hold exactly ``nbytes`` bytes and end where ``frame`` ends.
 
-    Allocates ``nbytes`` and no more, and that only after the frame's own header has agreed. A frame without a content size,
-    as streaming encoders write it, is refused: the size would be found out only by decompressing.
+    Allocates ``nbytes`` and no more, and that only after the frame's own header has agreed, if it states a size: streaming
+    encoders do not know it, and their frames are decompressed under that limit.
 
     Raises:
         PayloadInvalidError: any of that does not hold, or the frame is corrupt.
@@ -89,12 +89,7 @@ def open_frame(frame: memoryview, nbytes: int, *, where: object, what: str) -> b
         stated = zstandard.get_frame_parameters(frame)
     except zstandard.ZstdError as error:
         refuse(where, f"{what}: no valid zstd frame header ({error})")
-    if stated.content_size == zstandard.CONTENTSIZE_UNKNOWN:
-        refuse(
-            where,
-            f"{what}: its zstd frame states no content size, expected {nbytes} bytes; write it in one piece, not as a stream",
-        )
-    if stated.content_size != nbytes:
+    if stated.content_size not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
         refuse(where, f"{what}: its zstd frame states {stated.content_size} bytes, expected {nbytes}")
     if stated.dict_id:
         refuse(where, f"{what}: its zstd frame needs dictionary {stated.dict_id}, expected none")
@@ -107,7 +102,8 @@ def open_frame(frame: memoryview, nbytes: int, *, where: object, what: str) -> b
     if not could_hold(frame.nbytes, nbytes):
         refuse(where, f"{what}: {frame.nbytes} bytes of zstd cannot hold {nbytes}")
     try:
-        content: bytes = _contexts.reader.decompress(frame, allow_extra_data=False)
+        # The binding takes 0 for "no limit given".
+        content: bytes = _contexts.reader.decompress(frame, max_output_size=max(1, nbytes), allow_extra_data=False)
     except zstandard.ZstdError as error:
         refuse(where, f"{what}: its zstd frame is corrupt or does not end where it should ({error})")
     if len(content) != nbytes:
