@@ -40,7 +40,11 @@ class CachedEngine(LocalEngine):
 
     def answer(self, prompt):
         """A request: what a prompt gives under the weights of the first time it was asked."""
-        return self.cache.setdefault(prompt, int(self.model.fused.view(torch.int16)[prompt]))
+        return self.cache.setdefault(prompt, self.fresh(prompt))
+
+    def fresh(self, prompt):
+        """The same, computed anew: every weight counts."""
+        return prompt + int(self.model.fused.view(torch.int16).long().sum())
 
     def close_gate(self, timeout_s):
         self.log.append("close")
@@ -118,7 +122,7 @@ def test_answers_come_from_a_cache_of_older_weights(make):
         engine.log.clear()
         served.refit(seed)
         with served.receivers[0].serving(5.0):
-            assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+            assert engine.answer(3) == engine.fresh(3)
         last_write = max(place for place, call in enumerate(engine.log) if call == "apply")
         assert last_write < engine.log.index("drop") < engine.log.index("reopen")
         assert engine.log.count("reopen") == 1, "no request between a failed attempt and its retry"
@@ -140,7 +144,7 @@ def test_an_attempt_that_was_given_up_after_writing_leaves_the_gate_closed_and_t
     served.publisher.refit()
     assert engine.log.index("drop") < engine.log.index("reopen")
     with served.receivers[0].serving(5.0):
-        assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+        assert engine.answer(3) == engine.fresh(3)
     served.pair.assert_equal()
 
 
@@ -165,7 +169,7 @@ def test_a_cache_reset_that_did_nothing_is_ignored(make, answer):
     assert engine.cache
     engine.refuses_reset = 0
     with receiver.serving(10.0):  # it tried again by itself
-        assert engine.answer(3) == int(engine.model.fused.view(torch.int16)[3])
+        assert engine.answer(3) == engine.fresh(3)
     served.refit(2)
     served.pair.assert_equal()
 
@@ -303,6 +307,24 @@ def test_a_recovered_engine_gets_requests_while_it_holds_the_start_weights(make)
     served.refit(2)
     with receiver.serving(5.0):
         served.pair.assert_equal()
+
+
+def test_an_engine_outlives_its_receiver_and_keeps_the_cache_that_was_to_be_dropped(make):
+    """A server goes on while the process beside it dies, right after the new weights were in place."""
+    served = make(num_receivers=2, min_receivers=1)
+    engine = served.engines[0]
+    served.refit(0)
+    with served.receivers[0].serving(5.0):
+        engine.answer(3)
+    engine.refuses_reset = 10**6
+    served.refit(1)
+    served.receivers[0].close()
+    engine.refuses_reset = 0
+    successor = deltarefit.Receiver(
+        engine, run=served.pair.run, name="rollout-0", request_gate=engine.request_gate, settings=RECEIVER_SETTINGS
+    )
+    with successor.start(), successor.serving(10.0):
+        assert engine.answer(3) == engine.fresh(3)
 
 
 def test_what_one_receiver_failed_to_apply_is_never_sent_again(make):

@@ -290,6 +290,10 @@ class Application:
         self._must_drop = True
         self.shut()
 
+    def doubt_caches(self) -> None:
+        """What wrote the weights may have died before it had caches dropped: an engine may outlive the receiver beside it."""
+        self._must_drop = True
+
     def keep_shut(self) -> None:
         """If the engine could not be stopped when the gate was shut, try again."""
         if not self._must_shut:

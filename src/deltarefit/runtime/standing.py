@@ -198,6 +198,7 @@ class Standing:
         self.shut_if_left_behind()
         if not self._application.reception.resident.is_gate_closed:
             return
+        self._application.doubt_caches()
         for _ in range(_MAX_ROUNDS):  # others may commit meanwhile
             state = self._control.read()
             if state is None or not self._holds(state):
