@@ -146,6 +146,32 @@ def test_a_store_that_throttles_everything_for_a_moment_is_outlived(proxied):
     assert fault.fired > 5
 
 
+def test_a_proxy_that_ends_bodies_early_costs_a_second_look(proxied):
+    """The first answer about each object is cut short, and its header agrees. Then nothing changes, and nothing is sent."""
+    run, proxy = proxied
+    run.receiver()
+    publisher = run.publisher()
+    seen = set()
+
+    def is_new(method, path):
+        return method == "GET" and not (path in seen or seen.add(path))
+
+    proxy.faults.append(HttpFault(FaultKind.SHORTEN, is_new, times=None))
+    assert run.refit(publisher).attempts == 1
+    assert {
+        kind for path in seen for kind in ("/payloads/", "/manifest/", "/plans/", "/mail/", "/control/") if kind in path
+    } == {
+        "/payloads/",
+        "/manifest/",
+        "/plans/",
+        "/mail/",
+        "/control/",
+    }
+    report = publisher.refit()
+    assert (report.policy_version, report.payloads, report.changed_elements) == (2, 0, 0)
+    assert run.model.bits == run.policy.bits
+
+
 def test_a_store_that_is_full_is_named_and_the_run_goes_on_once_there_is_room(proxied):
     run, proxy = proxied
     run.receiver()
