@@ -12,7 +12,7 @@ import torch
 from deltarefit import kernels
 from deltarefit.bits import logical_words, storage_words, tensor_from_words
 from deltarefit.canonical import TensorSpec
-from deltarefit.errors import RejectedError
+from deltarefit.errors import LoaderContractError, RejectedError
 from deltarefit.ids import EncodingMode
 from deltarefit.receiver import RankReceiver, ReceiverSettings, merge_reports
 from deltarefit.records import DeltaRecords, Encoding
@@ -322,8 +322,18 @@ def test_experts_moved_between_slots_but_updates_go_to_the_first_placement():
     assert live.refit(live.change(**{"2.w": {0: 1}})) == 2
     assert logical_words(live.model.w.data).reshape(6, 4)[[0, 4], 0].tolist() == [1, 1]
     live.check()
+    new = live.change(**{"2.w": {0: 3}})
+    plan = plan_for([live.report], case.catalog)
+    live.receiver.prepare(plan)
+    payload = delta_payload(plan, live.weights, new)
     placement["map"] = [0, 1, 2, 3, 0, 1]
     load(live.model, live.weights)
+    before = raw_state(live.model)
+    with pytest.raises(LoaderContractError, match="run prewarm again"):  # they moved between prepare and the first payload
+        live.receiver.apply(payload)
+    with pytest.raises(LoaderContractError, match="run prewarm again"):
+        live.receiver.digests()
+    assert raw_state(live.model) == before
     with pytest.raises(RejectedError, match="run prewarm again"):
         live.refit(live.change(**{"2.w": {0: 3}}))
     live.report = live.receiver.prewarm(case.catalog)

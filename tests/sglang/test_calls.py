@@ -435,3 +435,27 @@ def test_the_command_hands_on_what_becomes_of_drafts(keep_drafts: bool, told: bo
 
     driver = _driver("http://127.0.0.1:9", "sglang", None, {}, keep_drafts=keep_drafts)
     assert driver._options.get("refit_drafts") is told
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def test_experts_that_were_moved_between_slots_are_another_layout(monkeypatch) -> None:
+    """SGLang balances experts while it serves: storage stays where it is and holds other experts."""
+    import torch
+
+    from deltarefit.integrations.sglang import rank
+
+    located = ModuleType("sglang.srt.eplb.expert_location")
+    held = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[2, 0, 3, 1, 2, 0]]))
+    located.get_global_expert_location_metadata = lambda: held
+    for name in ("sglang", "sglang.srt", "sglang.srt.eplb"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang"].__version__ = "0.5.23"
+    monkeypatch.setitem(sys.modules, located.__name__, located)
+    before = rank._tag(1)
+    assert rank._tag(1) == before
+    held.physical_to_logical_map_cpu[0, 0] = 1
+    assert rank._tag(1) != before
+    held = None
+    assert rank._tag(1) == "sglang 0.5.23, rank 1"

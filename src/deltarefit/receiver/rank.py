@@ -143,6 +143,7 @@ class RankReceiver:
             payload = self.ready(payload)
         elif payload.known is not known or payload.plan is not self._plan:
             payload = self.ready(payload.payload)
+        self._require_layout(known)
         if known.fence.first_moved() is not None:
             raise self._moved_error(known)
         attempt = str(payload.payload.header.attempt)
@@ -180,6 +181,7 @@ class RankReceiver:
             LoaderContractError: storage was moved or replaced since prewarm.
         """
         known = self._known()
+        self._require_layout(known)
         if moved := self._moved(known):
             raise LoaderContractError(
                 f"digests: storage of {', '.join(moved[:3])} was moved or replaced since prewarm, so nothing is known of what "
@@ -229,6 +231,17 @@ class RankReceiver:
             return "the engine's settings"
         moved = self._moved(known)
         return f"storage of {', '.join(moved[:3])}" if moved else ""
+
+    def _require_layout(self, known: Prewarmed) -> None:
+        """Storage that stays may hold other weights: engines move experts between slots while they serve.
+
+        Raises:
+            LoaderContractError: the engine says that its layout is another than the one that prewarm learned.
+        """
+        if (tag := self._settings.current_tag()) != known.layout_tag:
+            raise LoaderContractError(
+                f"the engine's layout was {known.layout_tag!r} at prewarm and is {tag!r} now; run prewarm again"
+            )
 
     def _moved_error(self, known: Prewarmed) -> LoaderContractError:
         names = ", ".join(self._moved(known)[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deltarefit.bits import logical_words
 from deltarefit.errors import RejectedError
 from deltarefit.integrations.exchange import RankEndpoint, RankOperations, changed_after_load, named_state
 from deltarefit.integrations.exchange.directory import Exchange
@@ -47,7 +49,7 @@ def meet(model: torch.nn.Module, info: Mapping[str, str], *, dtype: torch.dtype)
         RejectedError: its directory is none that this rank can use.
     """
     rank, world_size = _place()
-    settings = ReceiverSettings(layout_tag=_tag(rank), verify_writes=info.get("verify_writes") == "true")
+    settings = ReceiverSettings(layout_tag=partial(_tag, rank), verify_writes=info.get("verify_writes") == "true")
     endpoint = RankEndpoint(rank, world_size, partial(_operations, model, settings))
     with _as_in_loading(model, dtype):
         endpoint.meet(info["directory"], info["session"], info.get("key_file", ""))
@@ -133,9 +135,17 @@ def _place() -> tuple[int, int]:
 
 
 def _tag(rank: int) -> str:
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
     import sglang
 
-    return f"sglang {sglang.__version__}, rank {rank}"
+    tag = f"sglang {sglang.__version__}, rank {rank}"
+    experts = get_global_expert_location_metadata()
+    if experts is None:
+        return tag
+    # SGLang moves experts between slots while it serves, and loads by the map of the moment.
+    slots = logical_words(experts.physical_to_logical_map_cpu).tobytes()
+    return f"{tag}, experts {hashlib.blake2b(slots, digest_size=8).hexdigest()}"
 
 
 def _operations(model: torch.nn.Module, settings: ReceiverSettings, key: bytes | None) -> RankOperations:

@@ -21,6 +21,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.integrations.exchange import RankEndpoint, RankOperations, changed_after_load
 from deltarefit.integrations.vllm.after_load import IGNORED, UNFILLED, VllmAfterLoad
 from deltarefit.integrations.vllm.drafts import POLICY, check_names, making_of, targets_of
+from deltarefit.integrations.vllm.experts import check_experts
 from deltarefit.integrations.vllm.plain_linears import plain_linears
 from deltarefit.placement.after_load import AfterLoad
 from deltarefit.receiver import JointAfterLoad, JointModel, RankReceiver, ReceiverSettings, Target
@@ -72,6 +73,7 @@ class DeltarefitBackend(WeightTransferEngine):  # type: ignore[misc]
         model, load_weights = _joined(targets)
         _check_loading(model)
         parallel = self.parallel_config
+        check_experts(parallel)
         settings = ReceiverSettings(
             layout_tag=f"vllm {vllm.__version__}, rank {parallel.rank} of {parallel.world_size}",
             verify_writes=self._verify_writes,
