@@ -22,7 +22,16 @@ pytestmark = [
 ]
 
 EXACT = {
-    "plain": ("qwen3_moe", "nemotron_h", "qwen3_next", "fp8_channel-dense", "gptq-dense", "awq-dense", "int4_group-dense"),
+    "plain": (
+        "qwen3_moe",
+        "qwen3_moe_padded",
+        "nemotron_h",
+        "qwen3_next",
+        "fp8_channel-dense",
+        "gptq-dense",
+        "awq-dense",
+        "int4_group-dense",
+    ),
     "amx": ("fp8_block-moe", "fp8_block-mla", "int8_channel-moe", "mxfp4-gpt_oss", "gptq-moe", "awq-moe", "int4_group-moe"),
     "cuda": ("fp8_block-dense", "nvfp4-dense"),
 }
@@ -35,6 +44,7 @@ NOT_BUILT = {"gptq-moe": "WNA16", "awq-moe": "WNA16", "int4_group-moe": "WNA16"}
 """Experts of which vLLM itself has no kernel for a CPU without AMX tiles, and what it says."""
 OUTCOMES = {
     ("plain", "qwen3_moe"): {"exact"},
+    ("plain", "qwen3_moe_padded"): {"exact"},
     ("plain", "qwen3_next"): {"exact"},
     ("plain", "nemotron_h"): {"exact", "dense"},
     ("plain", "fp8_channel-dense"): {"exact"},

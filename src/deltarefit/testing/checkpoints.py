@@ -84,6 +84,7 @@ _TABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 _MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_moe_padded": ("Qwen3MoeConfig", {**_MOE, "moe_intermediate_size": 48}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}),
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "head_dim": None}),
