@@ -200,6 +200,18 @@ def test_deleting_survives_and_the_payload_is_gone(proxy, store):
         fetch(store, entry)
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["nobody else wrote", "somebody else wrote"])
+def test_a_conflict_with_a_write_in_flight_is_no_defeat(proxy, store, others):
+    """409 says that somebody else is just writing, not that anything is there; 412 says that something is."""
+    if others:
+        store.put("plans/one", b"theirs")
+    fault = HttpFault(FaultKind.STATUS, lambda method, path: method == "PUT", status=409)
+    proxy.faults.append(fault)
+    assert store.put_if_absent("plans/one", b"ours") is not others
+    assert fault.fired == 1
+    assert store.get("plans/one", max_nbytes=100) == (b"theirs" if others else b"ours")
+
+
 def test_create_once_knows_its_own_object_after_a_lost_reply(proxy, store):
     fault = HttpFault(FaultKind.RESET_AFTER, lambda method, path: method == "PUT")
     proxy.faults.append(fault)

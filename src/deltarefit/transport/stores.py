@@ -118,11 +118,9 @@ class RunStore:
         A lost reply makes the store say "exists" about our own object, so that is settled by comparing bytes: put something
         that names the writer into them where it matters who was first.
         """
-        try:
-            self._repeat(f"create {key}", lambda: obstore.put(self.backend, key, data, mode="create", use_multipart=False))
-        except _ExistsError:
-            return any(self.find(key, max_nbytes=len(data)) == data for _ in range(_READS))
-        return True
+        if self._repeat(f"create {key}", lambda: self._create_once(key, data)):
+            return True
+        return any(self.find(key, max_nbytes=len(data)) == data for _ in range(_READS))
 
     def get(self, key: str, *, max_nbytes: int) -> bytes:
         """Read a whole object.
@@ -200,6 +198,18 @@ class RunStore:
                 return call()
 
         return retry(what, translated, policy=self.settings.retry, clock=self._clock)
+
+    def _create_once(self, key: str, data: bytes) -> bool:
+        """Whether it was created; False if an object is there."""
+        try:
+            with _translated(f"create {key} in {self.url}"):
+                obstore.put(self.backend, key, data, mode="create", use_multipart=False)
+        except _ExistsError as error:
+            # That is also how a conflict with a write in flight shows (409): nobody has won then, and nothing may be there.
+            if self.head(key) is None:
+                raise TransportError(f"{error}: another write of it was under way, and nothing is there") from error
+            return False
+        return True
 
     def _get_once(self, key: str, max_nbytes: int) -> bytes:
         response = obstore.get(self.backend, key)
