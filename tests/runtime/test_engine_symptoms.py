@@ -17,7 +17,7 @@ from deltarefit.runtime.session import control_plane
 from deltarefit.testing.faults import CorruptingSender, FailingSender, FaultPlan
 from deltarefit.transport import open_run
 
-from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw
 
 pytestmark = pytest.mark.torch
 
@@ -414,3 +414,30 @@ def test_a_trainer_interrupted_while_it_waits_can_refit_again(make, after):
     assert report.policy_version >= 2
     with served.receivers[0].serving(5.0):
         assert served.engines[0].policy_version == report.policy_version
+
+
+@pytest.mark.parametrize("answer", [False, "busy", {"todo": "not supported"}])
+def test_a_gate_that_could_not_be_closed_is_taken_for_closed(tmp_path, answer):
+    """Locks and conditions answer False when time is up, so a gate made of them may; requests would see half a refit."""
+
+    class Gate(LocalGate):
+        answer = None
+
+        def close(self, timeout_s):
+            super().close(timeout_s)
+            return self.answer
+
+    gate = Gate()
+    with Pair(tmp_path, num_receivers=0) as pair:
+        pair.models.append(Fused(pair.policy))
+        pair.attach(pair.models[0], "rollout", request_gate=gate)
+        publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, max_attempts=1))
+        before = raw(pair.models[0])
+        gate.answer = answer
+        perturb(pair.policy, 0)
+        with pytest.raises(OperatorRequiredError, match="closing the request gate: it answered "):
+            publisher.refit()
+        assert raw(pair.models[0]) == before
+        gate.answer = True
+        assert publisher.refit().policy_version == 1
+        pair.assert_equal()

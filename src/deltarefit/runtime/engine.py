@@ -13,7 +13,7 @@ from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest, ReadyPayload, ReceiverSettings
 from deltarefit.run_key import check_key
 from deltarefit.runtime.adapters import rank_receiver
-from deltarefit.runtime.gate import LocalGate, RequestGate
+from deltarefit.runtime.gate import LocalGate, RequestGate, close_gate
 
 __all__ = ["DecodingEngine", "EngineDriver", "LocalEngine", "require_done"]
 
@@ -146,7 +146,7 @@ class LocalEngine:
         self._rank.prepare(plan)
 
     def close_gate(self, timeout_s: float) -> None:
-        self._gate.close(timeout_s)
+        close_gate(self._gate, timeout_s)
 
     def apply(self, data: bytes | ReadyPayload) -> int:
         return self._rank.apply(self.decode(data) if isinstance(data, bytes) else data)

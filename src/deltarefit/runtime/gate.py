@@ -9,14 +9,16 @@ from typing import Protocol
 
 from deltarefit.errors import DeadlineError
 
-__all__ = ["LocalGate", "RequestGate"]
+__all__ = ["LocalGate", "RequestGate", "close_gate"]
 
 
 class RequestGate(Protocol):
     """What a receiver needs of whatever admits requests to its engine. Both calls may be repeated."""
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> object:
         """Admit no new request, then return once none is running. Closing a closed gate returns at once.
+
+        Any answer but None and True counts as if requests were still running: so locks and conditions say it.
 
         Raises:
             DeadlineError: requests were still running after ``timeout_s``; the gate stays closed.
@@ -24,6 +26,16 @@ class RequestGate(Protocol):
 
     def reopen(self) -> None:
         """Admit requests again."""
+
+
+def close_gate(gate: RequestGate, timeout_s: float) -> None:
+    """Close a gate that may be somebody else's. Raises DeadlineError also where it only answers that it could not."""
+    answer = gate.close(timeout_s)
+    if answer is not None and answer is not True:
+        raise DeadlineError(
+            f"closing the request gate: it answered {answer!r:.200} after at most {timeout_s} s, expected None or True once no "
+            "request is running; raise request_timeout_s, or have the engine abort them"
+        )
 
 
 class LocalGate:

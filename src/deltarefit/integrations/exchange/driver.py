@@ -21,7 +21,7 @@ from deltarefit.plan import RefitPlan
 from deltarefit.receiver import PrewarmReport, RankDigest
 from deltarefit.run_key import check_key, read_key
 from deltarefit.runtime.clock import IdSource, RandomIds
-from deltarefit.runtime.gate import RequestGate
+from deltarefit.runtime.gate import RequestGate, close_gate
 
 __all__ = ["ExchangeDriver"]
 
@@ -277,7 +277,7 @@ class ExchangeDriver:
         if self._calls.is_thread_safe or self._is_gate_closed:
             yield
             return
-        self.request_gate.close(self._call_timeout_s)
+        close_gate(self.request_gate, self._call_timeout_s)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from deltarefit.errors import AttemptFailedError, RejectedError
 from deltarefit.integrations.exchange import EngineCalls, JsonServer, ServerRefusalError, run_in_loop
 from deltarefit.integrations.sglang.plugin import LOADER, PREFIX
-from deltarefit.runtime.gate import RequestGate
+from deltarefit.runtime.gate import RequestGate, close_gate
 
 __all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "Through", "calls_for"]
 
@@ -157,7 +157,7 @@ class OfflineCalls(_EngineFace):
         return self._engine.loop.run_until_complete(coroutine)
 
     def pause(self, timeout_s: float) -> None:
-        self._gate.close(timeout_s)
+        close_gate(self._gate, timeout_s)
 
     def resume(self) -> None:
         self._gate.reopen()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from deltarefit.errors import AttemptFailedError, RejectedError
 from deltarefit.integrations.exchange import EngineCalls, JsonServer, run_in_loop
-from deltarefit.runtime.gate import RequestGate
+from deltarefit.runtime.gate import RequestGate, close_gate
 
 __all__ = ["AsyncCalls", "HttpCalls", "InFlight", "OfflineCalls", "calls_for"]
 
@@ -77,7 +77,7 @@ class OfflineCalls:
         self._llm.update_weight_version(weight_version)
 
     def pause(self, timeout_s: float) -> None:
-        self._gate.close(timeout_s)
+        close_gate(self._gate, timeout_s)
 
     def resume(self) -> None:
         self._gate.reopen()
