@@ -32,8 +32,8 @@ __all__ = ["MailRoom"]
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 _END_S = 5.0
-_ASKING = 4
-"""Questions for the next message at the same time."""
+_ASKING = 3
+"""Questions for one message at the same time."""
 _LIST_S = 1.0
 """How often all messages are listed once somebody has written."""
 
@@ -55,7 +55,7 @@ class MailRoom:
         """Keys of messages to remove."""
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-unmail-{mailbox.me}")
         self._poster = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"deltarefit-post-{mailbox.me}")
-        self._asker = ThreadPoolExecutor(_ASKING, thread_name_prefix=f"deltarefit-ask-{mailbox.me}")
+        self._asker = ThreadPoolExecutor(2 * _ASKING, thread_name_prefix=f"deltarefit-ask-{mailbox.me}")
         self._asked: list[tuple[MailKey, Future[Sealed]]] = []
         """Questions for the next message that have not been looked at."""
         self._listing = Pace(clock, first_s=_LIST_S, most_s=_LIST_S)
@@ -158,9 +158,10 @@ class MailRoom:
                 self._wake.clear()
 
     def _pause_s(self) -> float:
-        if len(self._asked) == _ASKING:
+        following = self._mailbox.following
+        if following is not None and self._num_asked(following) == _ASKING:
             return _LIST_S  # each answer wakes the thread
-        return (self._busy if self.is_busy and self._mailbox.following is not None else self._idle).remaining_s
+        return (self._busy if self.is_busy and following is not None else self._idle).remaining_s
 
     def _look(self) -> list[Mail]:
         following = self._mailbox.following
@@ -170,18 +171,33 @@ class MailRoom:
         return self._mailbox.take(0.0) if pace.is_due else []
 
     def _take(self, following: MailKey, pace: Pace) -> Mail | None:
-        """The message of this name if any question for it was answered with it; otherwise ask once more when it is time to."""
-        self._asked = [(parts, answer) for parts, answer in self._asked if parts == following]
-        for one in [one for one in self._asked if one[1].done()]:
-            self._asked.remove(one)
-            if (mail := self._mailbox.take_read(following, one[1].result())) is not None:
+        """The message of this name if any question for it was answered with it; otherwise ask once more when it is time to.
+
+        Messages often come in pairs, so the one after it is asked for, too, and kept until its turn.
+        """
+        names = (following, following._replace(sequence=following.sequence + 1))
+        self._asked = [one for one in self._asked if one[0] in names]
+        for parts, answer in [one for one in self._asked if one[1].done()]:
+            sealed = answer.result()
+            if parts != following and sealed is not None:
+                continue
+            self._asked.remove((parts, answer))
+            if parts == following and (mail := self._mailbox.take_read(following, sealed)) is not None:
                 return mail
-        if len(self._asked) < _ASKING and pace.is_due:
-            answer = self._begin(self._asker, lambda: self._mailbox.read(following))
-            if answer is not None:
-                self._asked.append((following, answer))
-                answer.add_done_callback(lambda _: self._wake.set())
+        if self._num_asked(following) < _ASKING and pace.is_due:
+            for parts in names[: 2 if self.is_busy else 1]:
+                if self._num_asked(parts) < _ASKING:
+                    self._ask(parts)
         return None
+
+    def _ask(self, parts: MailKey) -> None:
+        answer = self._begin(self._asker, lambda: self._mailbox.read(parts))
+        if answer is not None:
+            self._asked.append((parts, answer))
+            answer.add_done_callback(lambda _: self._wake.set())
+
+    def _num_asked(self, parts: MailKey) -> int:
+        return sum(one[0] == parts for one in self._asked)
 
     def _remove(self) -> None:
         """On the second thread. What cannot be removed now is tried again with what follows, and at the end."""
