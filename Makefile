@@ -8,7 +8,7 @@ MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SGLANG_TESTS ?= tests/sglang
+SGLANG_TESTS ?= tests/sglang tests/conformance/test_conformance_table.py
 ENGINE ?= auto
 
 .DEFAULT_GOAL := help

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from deltarefit.cli.conformance.rows import PAGE, TABLE, Row, page_of, read_table, write_table
+from deltarefit.cli.conformance.run import run_engine
 from deltarefit.errors import RejectedError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,6 +77,24 @@ def test_doctor_measures_the_rows_of_the_engine_at_hand():
     measured = msgspec.convert(json.loads(done.stdout)["rows"], tuple[Row, ...])
     assert measured == tuple(row for row in read_table(DOCS / TABLE) if row.engine.startswith("torch "))
     assert "qwen3_moe, none: bit-equal" in done.stderr.decode()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "names", "expected"),
+    [
+        pytest.param("vllm", ("gptq-dense",), [("qwen3", "gptq", "")], marks=pytest.mark.vllm),
+        pytest.param("sglang", ("qwen3_next",), [("qwen3_next", "none", "")], marks=pytest.mark.sglang),
+    ],
+)
+def test_documented_rows_are_what_is_measured_here(engine: str, names: tuple, expected: list):
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"needs {engine}")
+    measured = run_engine(engine, lambda row: None, names)
+    assert [(row.model, row.quantisation, row.kernels) for row in measured] == expected
+    documented = read_table(DOCS / TABLE)
+    assert [row for row in measured if row not in documented] == []
 
 
 @pytest.mark.torch
