@@ -210,7 +210,7 @@ class Source(torch.nn.Module):
                 tensor[::5] *= 1.5
 
 
-def test_an_engine_that_computes_one_tensor_and_skips_another_comes_back(tmp_path):
+def test_an_engine_that_computes_one_tensor_and_skips_another_comes_back(tmp_path, caplog):
     """What storage cannot prove is sent whole each time while payloads are retained."""
     run = (tmp_path / "run").as_uri()
     source = Source()
@@ -229,6 +229,7 @@ def test_an_engine_that_computes_one_tensor_and_skips_another_comes_back(tmp_pat
         with attach(model, "back") as back, back.serving(10.0):
             assert back.policy_version == 3
             assert raw(model) == raw(first) == raw(Computed(source.state_dict().items()))
+    assert "receiver first: its engine takes nothing of 1 of 3 tensors, nor would it in a full reload: skipped" in caplog.text
 
 
 def test_a_receiver_that_slept_through_refits_catches_up_by_itself(tmp_path):

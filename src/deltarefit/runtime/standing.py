@@ -23,6 +23,7 @@ from deltarefit.runtime.presence import Presence
 from deltarefit.runtime.receiver_desk import MAX_PLAN_NBYTES, ReceiverDesk
 from deltarefit.runtime.rejoining import Rejoining
 from deltarefit.transport import RunStore, keys, read_beacon
+from deltarefit.wording import some_of
 
 __all__ = ["Standing"]
 
@@ -30,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_RETRY_S = 1.0
 _MOST_RETRY_S = 30.0
 _MAX_ROUNDS = 3
+_SHOWN = 5
 _WAITS = "waiting to be restored by the next refit"
 
 
@@ -137,6 +139,14 @@ class Standing:
         """Learn where the engine keeps what; the digest of the summary, which is then in the store."""
         found = summarise(self._engine.prewarm(catalog), catalog)
         self._skipped = frozenset(found.skipped)
+        if self._skipped:
+            _LOG.warning(
+                "receiver %s: its engine takes nothing of %d of %d tensors, nor would it in a full reload: %s",
+                self._name,
+                len(self._skipped),
+                len(catalog),
+                some_of(sorted(self._skipped), _SHOWN),
+            )
         summary = encode_message(found)
         digest = hashlib.blake2b(summary, digest_size=16).hexdigest()
         self._store.put_if_absent(keys.plan(digest), summary)
