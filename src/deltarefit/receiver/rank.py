@@ -149,8 +149,10 @@ class RankReceiver:
         attempt = str(payload.payload.header.attempt)
         if attempt != self._attempt:
             self._begin(attempt, known)
-        written = sum(self._apply_item(item, known) for item in payload.others)
-        return written + payload.direct.run()
+        written = 0
+        for part in payload.items(self._settings):
+            written += sum(self._apply_item(item, known) for item in part.others) + part.direct.run()
+        return written
 
     def synchronize(self) -> None:
         """Return once every write has reached its device.

@@ -6,6 +6,7 @@ to here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["ReadyPayload", "make_ready"]
 
 
+_BLOCK = 128
+"""Items that are tabulated at a time; a table takes some 400 bytes an item."""
+_AHEAD_NBYTES = 8192
+"""Decoded bytes an item, on average, from which on tables are made ahead: they then take a twentieth of them at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyItems:
+    """Items of one payload."""
+
+    direct: kernels.PreparedApply
+    """Those that go straight to host memory."""
+    others: tuple[CodedItem, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyPayload:
     """A payload that fits one prewarm and one plan."""
@@ -30,14 +46,22 @@ class ReadyPayload:
     payload: Payload
     known: Prewarmed
     plan: RefitPlan
-    direct: kernels.PreparedApply
-    """Items that go straight to host memory."""
-    others: tuple[CodedItem, ...]
+    parts: tuple[ReadyItems, ...]
+    """All items, sorted already; empty if that would take much of the memory that the payload itself takes."""
 
     @property
     def held_nbytes(self) -> int:
         """See ``Payload``."""
         return self.payload.held_nbytes
+
+    def items(self, settings: ReceiverSettings) -> Iterator[ReadyItems]:
+        """All items, sorted; some at a time if that was not done ahead."""
+        if self.parts:
+            yield from self.parts
+            return
+        every = self.payload.items
+        for start in range(0, len(every), _BLOCK):
+            yield _sorted(every[start : start + _BLOCK], self.known, settings)
 
 
 def make_ready(payload: Payload, known: Prewarmed, plan: RefitPlan, settings: ReceiverSettings) -> ReadyPayload:
@@ -49,15 +73,21 @@ def make_ready(payload: Payload, known: Prewarmed, plan: RefitPlan, settings: Re
     where = f"payload {payload.header.sequence} of owner {payload.header.owner}, attempt {payload.header.attempt}"
     if payload.header.plan_digest != plan.digest:
         raise PayloadInvalidError(f"{where}: made for plan {payload.header.plan_digest}, this receiver prepared {plan.digest}")
-    direct: list[tuple[kernels.BoundPieces, CodedItem]] = []
-    others: list[CodedItem] = []
     for item in payload.items:
         _check(item, known, plan, where)
+    is_ahead = payload.held_nbytes >= _AHEAD_NBYTES * len(payload.items)
+    return ReadyPayload(payload, known, plan, (_sorted(payload.items, known, settings),) if is_ahead else ())
+
+
+def _sorted(items: Iterable[CodedItem], known: Prewarmed, settings: ReceiverSettings) -> ReadyItems:
+    direct: list[tuple[kernels.BoundPieces, CodedItem]] = []
+    others: list[CodedItem] = []
+    for item in items:
         if bound := _bound(item.spec.name, known, settings):
             direct.extend((pieces, item) for pieces in bound)
         else:
             others.append(item)
-    return ReadyPayload(payload, known, plan, kernels.PreparedApply(direct), tuple(others))
+    return ReadyItems(kernels.PreparedApply(direct), tuple(others))
 
 
 def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:
