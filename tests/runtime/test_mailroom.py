@@ -105,6 +105,36 @@ def test_two_messages_that_are_left_together_cost_one_round_trip_and_keep_their_
     assert taken(room, 2) == [b"open", b"finish"]
 
 
+def test_a_question_that_failed_is_told_once_and_asked_again(room):
+    room, store, coordinator = room
+    coordinator.post("me", b"prepare")
+    assert taken(room, 1) == [b"prepare"]
+    get, failed = store.get, []
+
+    def fail_four_times(key, max_nbytes):
+        if len(failed) < 4:
+            failed.append(key)
+            raise TransportError("on purpose")
+        return get(key, max_nbytes=max_nbytes)
+
+    store.get, store.listing = fail_four_times, lambda prefix: []
+    coordinator.post("me", b"next")
+    room.is_busy = True
+    told, found = [], []
+
+    def came():
+        try:
+            found.extend(room.take(0.0))
+        except TransportError as error:
+            told.append(error)
+        return found
+
+    wait_until(came)
+    assert [mail.data for mail in found] == [b"next"]
+    assert 1 <= len(told) <= 4
+    assert room.take(0.0) == []
+
+
 def test_questions_are_bounded_while_none_is_answered(room):
     room, store, coordinator = room
     coordinator.post("me", b"prepare")

@@ -21,8 +21,7 @@ from deltarefit.records import CodedItem, Encoding
 if TYPE_CHECKING:
     from deltarefit.payload import Payload
 
-__all__ = ["ReadyPayload", "make_ready"]
-
+__all__ = ["ReadyItems", "ReadyPayload", "make_ready"]
 
 _BLOCK = 128
 """Items that are tabulated at a time; a table takes some 400 bytes an item."""

@@ -177,12 +177,12 @@ class MailRoom:
         """
         names = (following, following._replace(sequence=following.sequence + 1))
         self._asked = [one for one in self._asked if one[0] in names]
-        for parts, answer in [one for one in self._asked if one[1].done()]:
-            sealed = answer.result()
+        for one in [one for one in self._asked if one[1].done()]:
+            self._asked.remove(one)
+            parts, sealed = one[0], one[1].result()
             if parts != following and sealed is not None:
-                continue
-            self._asked.remove((parts, answer))
-            if parts == following and (mail := self._mailbox.take_read(following, sealed)) is not None:
+                self._asked.append(one)
+            elif parts == following and (mail := self._mailbox.take_read(following, sealed)) is not None:
                 return mail
         if self._num_asked(following) < _ASKING and pace.is_due:
             for parts in names[: 2 if self.is_busy else 1]:
