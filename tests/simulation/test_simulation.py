@@ -14,7 +14,7 @@ from deltarefit.errors import DeadlineError
 from deltarefit.testing.simulation import MUTANTS, ViolationError, run_seed, run_seeds, summary
 from deltarefit.testing.simulation.faults import KINDS
 
-NUM_SEEDS = int(os.environ.get("DELTAREFIT_SEEDS", "1000"))
+NUM_SEEDS = int(os.environ.get("DELTAREFIT_SEEDS", "3000"))
 ENOUGH = 60
 """Seeds within which a planted bug must show."""
 
