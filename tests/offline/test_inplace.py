@@ -19,6 +19,7 @@ from deltarefit import offline
 from deltarefit.errors import OperatorRequiredError, RejectedError
 from deltarefit.offline.checkpoint import JOURNAL, Checkpoint
 from deltarefit.offline.files import Disk, locked
+from deltarefit.runtime.clock import SystemClock
 
 
 class Died(BaseException):
@@ -289,7 +290,8 @@ def test_killed_at_random_moments_ends_in_old_or_new(tmp_path, monkeypatch):
     offline.diff_checkpoints(old, new, tmp_path / "delta")
     before, after = content(old), content(new)
     ends = []
-    for attempt in range(6):
+    clock, whole_s = SystemClock(), 10.0
+    for attempt in range(7):
         work = tmp_path / f"work{attempt}"
         shutil.copytree(old, work)
         child = subprocess.Popen(
@@ -302,11 +304,14 @@ def test_killed_at_random_moments_ends_in_old_or_new(tmp_path, monkeypatch):
             assert child.stdout.readline() == "ready\n"
             child.stdin.write("go\n")
             child.stdin.flush()
+            start_s = clock.monotonic_s()
             try:
-                child.wait(timeout=float(rng.uniform(0.02, 0.5)))
+                child.wait(timeout=whole_s if attempt == 0 else float(rng.uniform(0.0, 0.8 * whole_s)))
             except subprocess.TimeoutExpired:
                 child.send_signal(signal.SIGKILL)
             child.wait()
+        if attempt == 0:
+            whole_s = clock.monotonic_s() - start_s
         offline.resume_in_place(work)
         assert content(work) in (before, after)
         ends.append((child.returncode, content(work) == after))
