@@ -324,3 +324,22 @@ def test_nothing_is_made_ready_before_a_plan_is_known():
     fresh = RankReceiver(refit.model, refit.model.load_weights)
     with pytest.raises(RejectedError, match="no plan was prepared"):
         fresh.ready(refit.payload())
+
+
+def test_what_was_made_ready_while_another_prewarm_began_is_not_applied(monkeypatch):
+    refit = Refit("fused qkv")
+    payload, real = refit.payload(), RankReceiver._known
+
+    def begins(receiver):
+        known = real(receiver)
+        receiver._prewarmed = receiver._plan = None  # what a prewarm of another layout begins with
+        return known
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(RankReceiver, "_known", begins)
+        early = refit.receiver.ready(payload)
+    with pytest.raises(RejectedError, match="run prewarm first"):
+        refit.receiver.apply(early)
+    refit.receiver.prewarm(refit.case.catalog)
+    with pytest.raises(RejectedError, match="no plan was prepared"):
+        refit.receiver.apply(early)

@@ -122,9 +122,10 @@ class RankReceiver:
             RejectedError: no plan was prepared.
             PayloadInvalidError: the payload does not fit the plan.
         """
-        if self._plan is None:
+        plan = self._plan  # read once: another thread may begin a prewarm meanwhile
+        if plan is None:
             raise RejectedError("apply: no plan was prepared on this receiver")
-        return make_ready(payload, self._known(), self._plan, self._settings)
+        return make_ready(payload, self._known(), plan, self._settings)
 
     def apply(self, payload: Payload | ReadyPayload) -> int:
         """Apply a payload's items. All are checked before the first is applied.
@@ -169,10 +170,8 @@ class RankReceiver:
             copy.require_whole()
         for unit in known.reruns:
             unit.finish()
-        if moved := self._moved(known):
-            raise LoaderContractError(
-                f"storage of {', '.join(moved[:3])} was moved or replaced since prewarm; run prewarm again"
-            )
+        if self._moved(known):
+            raise self._moved_error(known)
 
     def digests(self) -> dict[str, RankDigest]:
         """Digests computed now from the bits that this rank holds, for every tensor whose canonical bits it can prove.
