@@ -43,8 +43,8 @@ __all__ = ["Receiver"]
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 60.0
-_PUMP_S = 0.25
 _HEED_S = 2.0  # after a message: the next one is likely to come soon
+_PUMP_S = 0.25
 """Longest stretch of applying payloads before calls are looked at again. A single payload is never interrupted."""
 
 
