@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from deltarefit.canonical import TensorDigest, digest_of_digests
+from deltarefit.errors import AttemptFailedError
 from deltarefit.runtime import messages
 from deltarefit.runtime.messages import Holding, encode_message
 from deltarefit.runtime.planning import DigestCheck, check_holding
 
-from .pair import perturb
+from .pair import Pair, perturb
 
 EXPECTED = {name: TensorDigest(number, 7) for number, name in enumerate("abc")}
 
@@ -59,6 +60,51 @@ def test_answers_during_a_pause_are_short_and_lists_are_asked_for_when_something
     report = publisher.refit()
     assert asked.count(messages.Survey(lists=True)) == 1
     assert report.attempts == 1, "the damaged tensor was named before anything was sent, and sent whole"
+    pair.assert_equal()
+
+
+@pytest.mark.torch
+def test_all_receivers_that_differ_make_their_lists_at_the_same_time(tmp_path):
+    with Pair(tmp_path, num_receivers=3) as pair:
+        publisher = pair.publisher()
+        perturb(pair.policy, 0)
+        publisher.refit()
+        caller, asked = publisher._session.caller, []
+        ask = caller.ask
+
+        def note(members, body, timeout_s):
+            listed = list(members)
+            if body == messages.Survey(lists=True):
+                asked.append([member.receiver for member in listed])
+            return ask(listed, body, timeout_s)
+
+        caller.ask = note
+        for model in pair.models[1:]:
+            model.fused.data.view(-1)[3] += 1
+        perturb(pair.policy, 1)
+        assert publisher.refit().attempts == 1
+        assert asked == [["rollout-1", "rollout-2"]]
+        pair.assert_equal()
+
+
+@pytest.mark.torch
+def test_a_receiver_that_differs_and_cannot_make_its_list_is_asked_again(pair):
+    publisher = pair.publisher()
+    publisher.refit()
+    engine, model = pair.receivers[0]._engine, pair.models[0]
+    digests, asked = engine.digests, []
+
+    def fail_the_list():
+        asked.append(len(asked))
+        if len(asked) == 2:
+            raise AttemptFailedError("on purpose")
+        return digests()
+
+    engine.digests = fail_the_list
+    model.fused.data.view(-1)[3] += 1
+    perturb(pair.policy, 0)
+    report = publisher.refit()
+    assert (report.attempts, report.audited) == (2, True), "the second attempt knew what to send whole"
     pair.assert_equal()
 
 

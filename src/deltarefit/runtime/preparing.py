@@ -14,7 +14,7 @@ from deltarefit.runtime.calls import Answer, expect
 from deltarefit.runtime.clock import Deadline, Pace
 from deltarefit.runtime.comparing import compare
 from deltarefit.runtime.members import Member
-from deltarefit.runtime.planning import make_plan
+from deltarefit.runtime.planning import DigestCheck, make_plan
 from deltarefit.runtime.refit_state import BoundAttempt, Identity, Session
 from deltarefit.runtime.retaining import retained_whole
 from deltarefit.transport import keys
@@ -165,16 +165,16 @@ class Preparation:
         A receiver is asked when it is new, and at audits; not in a retry, where earlier attempts left a mixture on purpose.
         """
         session = self._session
-        asked = [
-            member
-            for member in required.values()
+        asked = {
+            receiver: member
+            for receiver, member in required.items()
             if member.identity not in session.doubtful or (session.is_audit_due and not is_retry)
-        ]
-        answers = session.caller.ask(asked, messages.Survey(), session.settings.reply_timeout_s)
-        self._distrust_failures({member.receiver: member for member in asked}, answers)
-        for member in asked:
-            shown = expect(answers[member.receiver], messages.Surveyed, member.receiver)
-            self._judge(member, shown.holding, is_start=session.is_first and not is_retry)
+        }
+        answers = session.caller.ask(asked.values(), messages.Survey(), session.settings.reply_timeout_s)
+        self._distrust_failures(asked, answers)
+        holdings = {receiver: expect(answers[receiver], messages.Surveyed, receiver).holding for receiver in asked}
+        for receiver, check in compare(session, session.committed, holdings, asked).items():
+            self._judge(asked[receiver], check, is_start=session.is_first and not is_retry)
         return frozenset().union(*(session.doubtful[member.identity] for member in required.values()))
 
     def _distrust_failures(self, asked: Mapping[ReceiverId, Member], answers: Mapping[ReceiverId, Answer]) -> None:
@@ -183,15 +183,13 @@ class Preparation:
             if isinstance(answer, RefitError):
                 self._session.distrust(asked[receiver].identity)
 
-    def _judge(self, member: Member, holding: messages.Holding, *, is_start: bool) -> None:
+    def _judge(self, member: Member, check: DigestCheck, *, is_start: bool) -> None:
         """Note what is doubtful about a receiver's resident bits.
 
         Raises:
             RejectedError: at the start of a run it holds other weights than the trainer: a wrong checkpoint.
-            RefitError: it could not say which tensors differ.
         """
         session = self._session
-        check = compare(session, member, session.committed, holding)
         is_new = member.identity not in session.doubtful
         if is_new and not check.is_equal and is_start:
             raise RejectedError(

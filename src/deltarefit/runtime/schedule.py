@@ -187,7 +187,7 @@ class Schedule:
 
     def _check_result(self, receiver: ReceiverId, holding: messages.Holding) -> None:
         session, member = self._session, self._bound.required[receiver]
-        check = compare(session, member, self._outcome.digests, holding)
+        check = compare(session, self._outcome.digests, {receiver: holding}, {receiver: member})[receiver]
         if not check.is_equal:
             session.doubtful[member.identity] = session.doubtful[member.identity].union(check.differing)
             raise BaseMismatchError(
