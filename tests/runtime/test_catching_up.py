@@ -519,6 +519,20 @@ def test_parts_of_objects_whose_writer_was_killed_go_once_they_are_old(pair):
     assert_nothing_else_is_kept(pair.run)
 
 
+class HoursAhead(SystemClock):
+    def wall_s(self):
+        return super().wall_s() + 7200.0
+
+
+def test_a_trainer_whose_clock_is_ahead_leaves_alone_what_others_are_writing(pair):
+    publisher = pair.publisher(settings=KEEPING, clock=HoursAhead())
+    refits(pair, publisher, 1)
+    under_way = store_of(pair.run).directory / "members" / "rollout-9#1"
+    under_way.write_bytes(b"half")
+    refits(pair, publisher, 1)
+    assert under_way.exists()
+
+
 def test_a_holder_that_was_replaced_while_it_swept_removes_nothing(pair):
     publisher = pair.publisher(settings=KEEPING)
     refits(pair, publisher, 2)

@@ -47,9 +47,6 @@ def lease_settings(lease_s: float) -> LeaseSettings:
     return LeaseSettings(lease_s=lease_s, renew_s=lease_s / 5)
 
 
-_STAGED_S = 60.0  # nobody is still writing to a part of an object that has not grown for so long
-
-
 def control_plane(store: RunStore, clock: Clock, ids: IdSource, settings: ControlSettings | None = None) -> ControlPlane:
     """For anybody who reads the record, or fences it."""
     return ControlPlane(record_store(store), new_nonce=ids.nonce, pause=clock.sleep, settings=settings)
@@ -227,8 +224,7 @@ class RunHold:
 
     def sweep(self, gone: Collection[str] = ()) -> None:
         """Remove what the dead left behind. Only while no attempt is bound."""
-        staged_before_s = self._clock.wall_s() - _STAGED_S
-        sweep(self.store, self.control, epoch=self.epoch, gone=gone, staged_before_s=staged_before_s)
+        sweep(self.store, self.control, epoch=self.epoch, gone=gone)
 
     def release(self) -> None:
         """Give the run back. The next coordinator need not wait for the lease."""

@@ -17,9 +17,10 @@ from deltarefit.transport import RunStore, keys, sweep_attempts, sweep_staged
 __all__ = ["sweep"]
 
 _LOG = logging.getLogger(__name__)
+_STAGED_S = 60.0  # nobody is still writing to a part of an object that has not grown for so long
 
 
-def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str], staged_before_s: float = 0.0) -> int:
+def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collection[str]) -> int:
     """Delete leftovers; returns how many attempts and objects were removed. A failure is logged: the next sweep goes on.
 
     Args:
@@ -27,7 +28,6 @@ def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collectio
         control: its record.
         epoch: the holder's; mail to coordinators of other epochs is removed.
         gone: receivers that have shown no sign of life for long; one that only slept writes its beacon anew.
-        staged_before_s: parts of objects that nobody wrote to since that wall time go, too.
     """
     try:
         removed = sweep_attempts(store, keep=lambda: _linked(control, epoch))
@@ -35,7 +35,7 @@ def sweep(store: RunStore, control: ControlPlane, *, epoch: int, gone: Collectio
         store.delete(beacons)
         mail = _orphaned_mail(store, epoch)
         store.delete(mail)
-        removed += sweep_staged(store, before_s=staged_before_s)
+        removed += _sweep_staged(store)
     except RefitError as error:
         _LOG.warning("leftovers in %s stay for now: %s", store.url, error)
         return 0
@@ -52,6 +52,12 @@ def _linked(control: ControlPlane, epoch: int) -> list[AttemptId]:
     if state is None or state.epoch != epoch or state.attempt is not None:
         raise CommitConflictError(f"the holder of epoch {epoch} has nothing to sweep: the record has moved on")
     return [link.attempt for link in state.links]
+
+
+def _sweep_staged(store: RunStore) -> int:
+    """The holder's own beacon, which it keeps rewriting, tells the directory's time: this machine's clock may be another."""
+    beacon = store.head(keys.control(COORDINATOR)) if store.directory is not None else None
+    return 0 if beacon is None else sweep_staged(store, before_s=beacon.modified_s - _STAGED_S)
 
 
 def _orphaned_mail(store: RunStore, epoch: int) -> list[str]:

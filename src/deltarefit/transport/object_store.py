@@ -162,9 +162,9 @@ def is_staged(name: str) -> bool:
 
 
 def sweep_staged(store: RunStore, *, before_s: float) -> int:
-    """Remove what killed writers left of objects in a directory and nobody wrote to since that wall time; how many files.
+    """Remove what killed writers left of objects in a directory and nobody wrote to since then; how many files.
 
-    Other stores show nothing of an object that was not written to its end.
+    The time is one that the directory itself gave. Other stores show nothing of an object that was not written to its end.
     """
     removed = 0
     for path in store.directory.rglob("*") if store.directory is not None else ():
