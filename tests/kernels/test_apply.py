@@ -143,6 +143,6 @@ def test_gather_and_commit(isa, width):
         assert np.array_equal(kernels.gather(storage, shard.pieces, isa=isa), held)
         baseline = Guarded.of(np.zeros_like(held), 5)
         for _ in range(2):
-            kernels.commit(baseline.words, storage, shard.pieces, isa=isa)
+            kernels.commit_many([(baseline.words, storage, kernels.PieceTable(shard.pieces), "")], isa=isa)
             assert np.array_equal(baseline.words, held)
         assert baseline.intact()

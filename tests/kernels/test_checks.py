@@ -91,12 +91,13 @@ def test_apply_refuses_positions_that_do_not_match_the_values():
 
 
 def test_commit_and_gather_refuse():
+    table = kernels.PieceTable(PIECES)
     with pytest.raises(RejectedError, match="baseline of 100 words"):
-        kernels.commit(words(99), words(), PIECES)
+        kernels.commit_many([(words(99), words(), table, "")])
     with pytest.raises(RejectedError, match="baseline of 100 words"):
-        kernels.commit(words(dtype=np.uint32), words(), PIECES)
+        kernels.commit_many([(words(dtype=np.uint32), words(), table, "")])
     with pytest.raises(RejectedError, match="writeable"):
-        kernels.commit(read_only(), words(), PIECES)
+        kernels.commit_many([(read_only(), words(), table, "")])
     with pytest.raises(RejectedError, match="reaches element"):
         kernels.gather(words(99), PIECES)
     with pytest.raises(RejectedError, match="reaches element"):

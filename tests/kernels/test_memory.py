@@ -67,7 +67,7 @@ for width in (1, 2, 4, 8):
                     )
                     kernels.apply_item(target, shard.pieces, fenced_item, isa=isa)
                 assert kernels.digest(storage, shard.pieces, isa=isa) == kernels.digest(target, shard.pieces, isa=isa)
-                kernels.commit(baseline, storage, shard.pieces, isa=isa)
+                kernels.commit_many([(baseline, storage, kernels.PieceTable(shard.pieces), '')], isa=isa)
 print('kept', len(kept))
 """
 

@@ -9,7 +9,7 @@ from kernel_cases import COMPILED
 from deltarefit import kernels
 from deltarefit.canonical import DTYPE_NBYTES, word_dtype
 from deltarefit.errors import RejectedError
-from deltarefit.kernels import Isa, batch
+from deltarefit.kernels import Isa
 from deltarefit.kernels.nans import NAN_RULES
 from deltarefit.pieces import Piece, StridedView, whole
 
@@ -50,12 +50,12 @@ def test_the_rule_is_torchs(dtype):
 def test_a_commit_counts_what_it_copies(dtype, isa):
     words = np.tile(special(dtype), 1 if DTYPE_NBYTES[dtype] == 2 else 3)
     baseline = np.empty_like(words)
-    view = whole((words.size,))
+    table = kernels.PieceTable([Piece(whole((words.size,)), whole((words.size,)))])
     expected = kernels.count_nans(words, dtype)
     assert (expected > 0) == (dtype in NAN_RULES)
-    assert kernels.commit(baseline, words, [Piece(view, view)], dtype=dtype, isa=isa) == expected
+    assert kernels.commit_many([(baseline, words, table, dtype)], isa=isa) == [expected]
     assert np.array_equal(baseline, words)
-    assert kernels.commit(baseline, words, [Piece(view, view)], isa=isa) == 0
+    assert kernels.commit_many([(baseline, words, table, "")], isa=isa) == [0]
 
 
 @pytest.mark.parametrize("isa", ALL)
@@ -65,27 +65,26 @@ def test_strided_and_several_pieces_count_their_own_elements_only(isa):
     words[3::6] = 0xFFFF  # column 3
     column = lambda n: Piece(StridedView(n * 5000, (5000,), (1,)), StridedView(n, (5000,), (6,)))  # noqa: E731
     baseline = np.empty(15000, "<u2")
-    assert kernels.commit(baseline, words, [column(0), column(1), column(2)], dtype="BF16", isa=isa) == 5000
+    table = kernels.PieceTable([column(0), column(1), column(2)])
+    assert kernels.commit_many([(baseline, words, table, "BF16")], isa=isa) == [5000]
     assert np.array_equal(baseline.reshape(3, 5000), words.reshape(5000, 6).T[:3])
 
 
-@pytest.mark.parametrize("twin", [False, True])
-def test_many_commits_are_what_each_is(monkeypatch, twin):
-    if twin:
-        monkeypatch.setattr(batch, "resolve", lambda isa: Isa.NUMPY)
+@pytest.mark.parametrize("isa", ALL)
+def test_many_commits_are_what_each_is(isa):
     work, expected = [], []
     for dtype in ("BF16", "F8_E4M3", "I32", "F32"):
         words = np.tile(special(dtype), 2)
         for step in (1, 3):
             count = words.size // step
-            pieces = [Piece(whole((count,)), StridedView(0, (count,), (step,)))]
-            baseline = np.empty(count, words.dtype)
-            work.append((baseline, words, kernels.PieceTable(pieces), dtype))
-            other = np.empty(count, words.dtype)
-            expected.append((kernels.commit(other, words, pieces, dtype=dtype, isa=Isa.NUMPY), other))
-    assert kernels.commit_many(work) == [count for count, _ in expected]
-    assert all(np.array_equal(one[0], other) for one, (_, other) in zip(work, expected, strict=True))
-    assert kernels.commit_many([]) == []
+            pieces = kernels.PieceTable([Piece(whole((count,)), StridedView(0, (count,), (step,)))])
+            work.append((np.empty(count, words.dtype), words, pieces, dtype))
+            expected.append(words[::step][:count].copy())
+    counted = [kernels.count_nans(words, dtype) for words, (*_, dtype) in zip(expected, work, strict=True)]
+    assert kernels.commit_many(work, isa=isa) == counted
+    assert sum(counted) > 0
+    assert all(np.array_equal(one[0], words) for one, words in zip(work, expected, strict=True))
+    assert kernels.commit_many([], isa=isa) == []
 
 
 def test_commits_that_do_not_fit_write_nothing():

@@ -16,7 +16,6 @@ from deltarefit.kernels.checks import (
     check_pieces,
     check_target,
     check_words,
-    check_writeable,
     common_cast,
     normalise,
     total_elements,
@@ -32,7 +31,6 @@ __all__ = [
     "apply",
     "apply_item",
     "available_isas",
-    "commit",
     "count_nans",
     "digest",
     "digest_records",
@@ -158,37 +156,6 @@ def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
     gathered = np.empty(total_elements(held), storage.dtype)
     native.copy_pieces(gathered, storage, held)
     return gathered
-
-
-def commit(baseline: Words, candidate: Words, pieces: Sequence[Piece], *, dtype: str = "", isa: Isa | None = None) -> int:
-    """Make the baseline equal to the candidate: absolute values, so that repeating it is harmless (paper 6.3).
-
-    Args:
-        baseline: words in piece order, written.
-        candidate: words of the whole local storage.
-        pieces: as for ``scan``; any number of groups, one after the other.
-        dtype: of the elements; with it, those that are NaN are counted on the way.
-        isa: the implementation; None takes the best one here.
-
-    Returns:
-        Elements that are NaN; 0 without ``dtype``.
-
-    Raises:
-        RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
-    """
-    check_words(candidate, "commit, candidate")
-    check_words(baseline, "commit, baseline")
-    check_writeable(baseline, "commit, baseline")
-    held = normalise(tuple(pieces))
-    check_pieces(held, candidate, "commit")
-    if baseline.dtype != candidate.dtype or baseline.size != total_elements(held):
-        expected = f"{total_elements(held)} words {candidate.dtype}"
-        raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
-    rule = NAN_RULES.get(dtype)
-    if resolve(isa) is not Isa.NUMPY:
-        return native.copy_pieces(baseline, candidate, held, rule)
-    twins.commit(baseline, candidate, held)
-    return twins.count_nans(baseline, rule)
 
 
 def count_nans(words: Words, dtype: str) -> int:

@@ -111,8 +111,16 @@ def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[T
     return [TensorDigest(call.lane0, call.lane1) if call.offender < 0 else None for call in calls]
 
 
-def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]]) -> list[int]:
-    """``commit`` of each (baseline, candidate, pieces, dtype), one after the other in one call; counts elements that are NaN.
+def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]], *, isa: Isa | None = None) -> list[int]:
+    """Make baselines equal to candidates: absolute values, so that repeating it is harmless (paper 6.3). In one thread.
+
+    Args:
+        work: baseline (words in piece order, written), candidate (words of the whole local storage), pieces in any number of
+            groups, and the elements' dtype.
+        isa: the implementation; None takes the best one here.
+
+    Returns:
+        Of each the elements that are NaN; 0 where the dtype has none or is not said.
 
     Raises:
         RejectedError: baseline, candidate and pieces do not fit each other. Nothing was written.
@@ -124,7 +132,7 @@ def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]]) -> list[in
         if baseline.dtype != candidate.dtype or baseline.size != pieces.num_elements:
             expected = f"{pieces.num_elements} words {candidate.dtype}"
             raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
-    if resolve(None) is Isa.NUMPY:
+    if resolve(isa) is Isa.NUMPY:
         return [_plain_commit(*one) for one in work]
     calls = (CopyCall * len(work))()
     for call, (baseline, candidate, pieces, dtype) in zip(calls, work, strict=True):

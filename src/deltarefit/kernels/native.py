@@ -16,7 +16,6 @@ from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import widened_text
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ApplyCall, DigestCall, address, library
-from deltarefit.kernels.nans import NanRule
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding, Plane
 
@@ -63,20 +62,18 @@ def _panel(pieces: tuple[Piece, ...]) -> NDArray[np.uint8] | None:
     return np.empty(library().deltarefit_panel_nbytes(), np.uint8)
 
 
-def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...], rule: NanRule | None = None) -> int:
-    """Copy the pieces' elements of ``storage`` to ``target`` in piece order; how many of them are NaN by ``rule``."""
+def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...]) -> None:
+    """Copy the pieces' elements of ``storage`` to ``target`` in piece order."""
     panel = _panel(pieces)
-    numbers = None if rule is None else np.array(rule, np.uint64)
-    count: int = library().deltarefit_copy(
+    library().deltarefit_copy(
         address(target),
         address(storage),
         address(piece_table(pieces)),
         len(pieces),
         storage.dtype.itemsize,
         None if panel is None else address(panel),
-        None if numbers is None else address(numbers),
+        None,
     )
-    return count
 
 
 def digest(storage: Words, pieces: tuple[Piece, ...], cast: Cast, isa: Isa) -> TensorDigest:

@@ -116,7 +116,7 @@ def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
     pieces = _whole(shard.before.size)
     spec = TensorSpec("shard", "BF16", (shard.before.size,))
     copy, tracker, resident = np.empty_like(shard.before), shard.before.copy(), shard.before.copy()
-    data = _owner(shard)
+    data, table = _owner(shard), kernels.PieceTable(pieces)
     items = payload.decode(data).items
     fastest = kernels.available_isas()[-1]
     jobs: dict[Name, Callable[[], object]] = {("memcpy", ""): lambda: np.copyto(copy, shard.after)}
@@ -134,7 +134,7 @@ def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
             "receiver": lambda bound=bound: _receiver(bound, data),
             "apply": lambda bound=bound: _apply(bound, items),
             "digest": lambda isa=isa: kernels.digest(shard.after, pieces, isa=isa),
-            "commit": lambda isa=isa: kernels.commit(tracker, shard.after, pieces, isa=isa),
+            "commit": lambda isa=isa: kernels.commit_many([(tracker, shard.after, table, "")], isa=isa),
         }
         jobs |= {(name, isa.name.lower()): job for name, job in measured.items()}
     return jobs
