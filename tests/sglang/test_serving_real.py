@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import json
 import subprocess
 import sys
 import sysconfig
-import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -87,31 +85,6 @@ def test_a_frozen_request_goes_on_with_what_older_weights_computed(serving) -> N
 # --- a server, and a receiver beside it -----------------------------------------------------------------------------
 
 
-class RunningRequest(threading.Thread):
-    """One streamed request; ``begun`` is set with its first tokens."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self.port = port
-        self.begun = threading.Event()
-        self.last: dict = {}
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
-                body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling(NUM_TOKENS), "stream": True})
-                connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-                with connection.getresponse() as answer:
-                    for line in answer:
-                        if line.startswith(b"data: {"):
-                            self.last = json.loads(line[6:])
-                            self.begun.set()
-        except Exception as error:
-            self.error = error
-        self.begun.set()
-
-
 def sampling(num_tokens: int) -> dict:
     return {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
 
@@ -136,6 +109,7 @@ def session(tmp_path_factory) -> dict:
     from deltarefit.testing.bare_sglang import write_sglang_checkpoint
     from deltarefit.testing.checkpoints import perturbed, tiny_model
     from deltarefit.testing.server_process import ServerProcess
+    from deltarefit.testing.server_session import StreamedRequest, refit_twice
 
     work = tmp_path_factory.mktemp("session")
     write_sglang_checkpoint(work / "v0", "qwen3_moe")
@@ -150,7 +124,9 @@ def session(tmp_path_factory) -> dict:
         beside = [str(Path(sysconfig.get_path("scripts"), "deltarefit")), "receiver", "--run", run, "--engine", server.url]
         beside += ["--name", "rollout-0", "--verify-writes"]
         receiver = stack.enter_context(ServerProcess(beside, work / "receiver.log"))
-        shown = train(model, policies, run, server, receiver)
+        body = {"input_ids": PROMPT, "sampling_params": sampling(NUM_TOKENS), "stream": True}
+        running = StreamedRequest(server.url, "/generate", body)
+        shown = {"running": running, "refitted": refit_twice(model, policies, run, running, receiver)}
         shown |= {"info": server.ask("/model_info"), "receiver_exit": receiver.stop()}
         shown["generated"] = server.ask("/generate", {"input_ids": PROMPT, "sampling_params": sampling(16)})
         driver = SglangEngine(server.url)
@@ -158,24 +134,6 @@ def session(tmp_path_factory) -> dict:
         shown["held"] = {name: [raw.dtype, list(raw.shape), raw.sha256] for name, raw in state.items()}
         driver.close()
     return shown | {"fresh": bare_state(work, model)}
-
-
-def train(model, policies: list[dict], run: str, server, receiver) -> dict:
-    """Two refits, the second while a request runs; then an audit."""
-    import deltarefit
-
-    running = RunningRequest(int(server.url.rpartition(":")[2]))
-    settings = deltarefit.PublisherSettings(join_timeout_s=120.0)
-    with deltarefit.Publisher(model, run=run, settings=settings) as publisher:
-        model.load_state_dict(policies[1])
-        receiver.require_alive()
-        reports = [publisher.refit()]
-        model.load_state_dict(policies[2])
-        running.start()
-        assert running.begun.wait(60)
-        reports.append(publisher.refit())
-        running.join(120)
-        return {"reports": reports, "running": running, "audit": publisher.audit()}
 
 
 def bare_state(work: Path, model) -> dict:
@@ -202,19 +160,20 @@ def test_the_policy_version_labels_the_server_and_its_answers(session) -> None:
 
 
 def test_each_refit_took_one_attempt_and_was_proven(session) -> None:
-    for number, report in enumerate(session["reports"], start=1):
+    for number, report in enumerate(session["refitted"].reports, start=1):
         assert (report.policy_version, report.attempts, report.audited) == (number, 1, True)
         assert report.receivers == ("rollout-0",)
-    assert session["audit"].is_clean, session["audit"].describe()
-    assert session["audit"].receivers[0].engine.startswith("sglang ")
+    assert session["refitted"].audit.is_clean, session["refitted"].audit.describe()
+    assert session["refitted"].audit.receivers[0].engine.startswith("sglang ")
 
 
 def test_the_request_in_flight_goes_on_under_the_new_weights(session) -> None:
     running = session["running"]
     assert running.error is None
-    assert len(running.last["output_ids"]) == NUM_TOKENS
-    assert running.last["meta_info"]["finish_reason"]["type"] == "length"
-    assert [span["version"] for span in running.last["meta_info"]["weight_versions"]] == ["1", "2"]
+    last = running.events[-1]
+    assert len(last["output_ids"]) == NUM_TOKENS
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["1", "2"]
 
 
 def test_the_receiver_command_ends_when_it_is_told_to(session) -> None:

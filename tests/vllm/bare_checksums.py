@@ -15,18 +15,13 @@ from deltarefit.testing.checkpoints import load_tensors
 
 
 def main(checkpoint: Path, work: Path) -> None:
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     from deltarefit.integrations.vllm.plain_linears import plain_linears
 
     bare = BareVllm(work / "checksums-rendezvous")
-    config = bare.configure(checkpoint)
-    model = bare.build(config, load_tensors(checkpoint))
-    with set_current_vllm_config(config), plain_linears():
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    with plain_linears():
+        model = bare.served(bare.configure(checkpoint), load_tensors(checkpoint))
     digests = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in compute_tensor_digests(model).items()}
     sys.stdout.write(json.dumps(digests))
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
-import threading
-import urllib.request
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from deltarefit.runtime.clock import Deadline, SystemClock
+from deltarefit.testing.server_process import ServerProcess, free_port
 
 pytestmark = [
     pytest.mark.vllm,
@@ -31,117 +25,41 @@ pytestmark = [
 ]
 
 START_S = 300.0
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+GENERATE = "/inference/v1/generate"
 NUM_RUNNING_TOKENS = 1200
 """Of the request that runs when a refit begins: enough to be still running when its gate closes."""
 PROMPT = [5 + (7 * i) % 240 for i in range(32)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Process:
-    """A child with a log, ended with everything that it started."""
-
-    def __init__(self, log: Path, command: list[str], **environment: str) -> None:
-        self.log = log
-        with log.open("wb") as file:
-            self.child = subprocess.Popen(
-                command, stdout=file, stderr=file, env=os.environ | environment, start_new_session=True
-            )
-
-    def require_alive(self) -> None:
-        assert self.child.poll() is None, self.log.read_text(errors="replace")[-4000:]
-
-    def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 20.0) -> int:
-        if self.child.poll() is None:
-            self.child.send_signal(how)
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(timeout_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)  # the engine's own processes are in its group
-        return self.child.wait(20)
-
-
-class Server(Process):
+class Server(ServerProcess):
     """``python -m vllm.entrypoints.openai.api_server`` with the deltarefit backend."""
 
     def __init__(self, checkpoint: Path, log: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = free_port()
         self.checkpoint = str(checkpoint)
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.checkpoint,
-            "--weight-transfer-config", '{"backend": "deltarefit"}', "--host", "127.0.0.1", "--port", str(self.port),
+            "--weight-transfer-config", '{"backend": "deltarefit"}', "--host", "127.0.0.1", "--port", str(port),
             "--skip-tokenizer-init", "--enforce-eager", "--hf-overrides", '{"max_position_embeddings": 2048}',
             "--max-model-len", "1280", "--max-num-seqs", "4", "--dtype", "bfloat16",
             "--gpu-memory-utilization", "0.05", "--enable-scale-out",
         ]  # fmt: skip
-        super().__init__(
-            log, command, VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-            VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1",
-        )  # fmt: skip
-
-    def wait_ready(self) -> None:
-        clock = SystemClock()
-        deadline = Deadline(clock, START_S)
-        while True:
-            self.require_alive()
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except OSError:
-                assert not deadline.expired, self.log.read_text(errors="replace")[-4000:]
-                clock.sleep(0.25)
-
-    def ask(self, route: str, body: dict | None = None) -> dict:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + route, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+        super().__init__(command, log, environment=ENVIRONMENT, url=f"http://127.0.0.1:{port}")
 
     def checksums(self) -> dict[str, str]:
         return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
 
     def complete(self, num_tokens: int = 16) -> dict:
         """A greedy completion, by token."""
-        return self.ask("/inference/v1/generate", self.order(num_tokens))
+        return self.ask(GENERATE, self.order(num_tokens))
 
     def order(self, num_tokens: int, **more: object) -> dict:
         params = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "detokenize": False}
         return {"model": self.checkpoint, "token_ids": PROMPT, "sampling_params": params, **more}
-
-
-class RunningRequest(threading.Thread):
-    """One streamed request; ``begun`` is set with its first tokens."""
-
-    def __init__(self, server: Server, num_tokens: int) -> None:
-        super().__init__(daemon=True)
-        self.server = server
-        self.num_tokens = num_tokens
-        self.begun = threading.Event()
-        self.lines: list[dict] = []
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)) as connection:
-                body = json.dumps(self.server.order(self.num_tokens, stream=True))
-                connection.request("POST", "/inference/v1/generate", body, {"Content-Type": "application/json"})
-                with connection.getresponse() as answer:
-                    assert answer.status == 200, answer.read()
-                    self.read(answer)
-        except Exception as error:
-            self.error = error
-            self.begun.set()
-
-    def read(self, answer: http.client.HTTPResponse) -> None:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                self.lines.append(json.loads(line[6:]))
-                self.begun.set()
 
 
 @pytest.fixture(scope="module")
@@ -159,21 +77,22 @@ def policies(tmp_path_factory) -> list[dict]:
 def session(tmp_path_factory, policies) -> dict:
     """What the session showed."""
     from deltarefit.testing.checkpoints import tiny_model
+    from deltarefit.testing.server_session import StreamedRequest, refit_twice
 
     work = tmp_path_factory.mktemp("session")
     model = tiny_model("qwen3_moe")
     model.save_pretrained(work / "v0")
     run = (work / "run").as_uri()
     with ExitStack() as stack:
-        server = Server(work / "v0", work / "server.log")
-        stack.callback(server.stop)
-        server.wait_ready()
+        server = stack.enter_context(Server(work / "v0", work / "server.log"))
+        server.wait_ready(START_S)
         program = str(Path(sysconfig.get_path("scripts"), "deltarefit"))
         beside = [program, "receiver", "--run", run, "--engine", server.url, "--in-flight", "keep", "--name", "rollout-0"]
         beside.append("--verify-writes")
-        receiver = Process(work / "receiver.log", beside)
-        stack.callback(receiver.stop)
-        shown = {"before": server.checksums(), **train(model, policies, run, server, receiver)}
+        receiver = stack.enter_context(ServerProcess(beside, work / "receiver.log"))
+        shown = {"before": server.checksums()}
+        running = StreamedRequest(server.url, GENERATE, server.order(NUM_RUNNING_TOKENS, stream=True))
+        shown |= {"running": running, "refitted": refit_twice(model, policies, run, running, receiver)}
         status = subprocess.run([program, "status", "--run", run, "--json"], capture_output=True, check=True, timeout=60)
         shown |= {
             "status": json.loads(status.stdout),
@@ -190,24 +109,6 @@ def session(tmp_path_factory, policies) -> dict:
     return shown | {"fresh": json.loads(fresh.stdout.splitlines()[-1])}
 
 
-def train(model, policies: list[dict], run: str, server: Server, receiver: Process) -> dict:
-    """Two refits, the second while a request runs; then an audit."""
-    import deltarefit
-
-    running = RunningRequest(server, NUM_RUNNING_TOKENS)
-    settings = deltarefit.PublisherSettings(join_timeout_s=120.0)
-    with deltarefit.Publisher(model, run=run, settings=settings) as publisher:
-        model.load_state_dict(policies[1])
-        receiver.require_alive()
-        reports = [publisher.refit()]
-        model.load_state_dict(policies[2])
-        running.start()
-        assert running.begun.wait(60)
-        reports.append(publisher.refit())
-        running.join(120)
-        return {"reports": reports, "running": running, "audit": publisher.audit()}
-
-
 def test_weights_are_those_of_a_fresh_load_of_the_final_checkpoint(session):
     assert session["after"] == session["fresh"]
     assert len(session["after"]) > 20
@@ -220,21 +121,21 @@ def test_the_policy_version_labels_the_server_and_its_answers(session):
 
 
 def test_each_refit_took_one_attempt_and_was_proven(session):
-    for number, report in enumerate(session["reports"], start=1):
+    for number, report in enumerate(session["refitted"].reports, start=1):
         assert (report.policy_version, report.attempts, report.audited) == (number, 1, True)
         assert report.receivers == ("rollout-0",)
         assert 0 < report.changed_fraction < 0.1
 
 
 def test_an_audit_on_demand_finds_nothing(session):
-    assert session["audit"].is_clean, session["audit"].describe()
-    assert session["audit"].receivers[0].engine.startswith("vllm ")
+    assert session["refitted"].audit.is_clean, session["refitted"].audit.describe()
+    assert session["refitted"].audit.receivers[0].engine.startswith("vllm ")
 
 
 def test_the_request_in_flight_goes_on_under_the_new_weights(session):
     running = session["running"]
     assert running.error is None
-    choices = [choice for line in running.lines for choice in line["choices"]]
+    choices = [choice for line in running.events for choice in line["choices"]]
     assert sum(len(choice["token_ids"] or []) for choice in choices) == NUM_RUNNING_TOKENS
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     (spans,) = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
