@@ -127,6 +127,14 @@ def test_what_was_there_before_the_load_counts_once_somebody_writes_to_it() -> N
     assert "attention.positions" in DerivedState(model).tensors()
 
 
+def test_a_model_may_be_looked_at_again_before_its_load() -> None:
+    model = Model()
+    for _ in range(2):
+        note_constants(model)
+    model.load_weights(weights(0).items())
+    assert sorted(DerivedState(model).tensors()) == ["attention.w_kc"]
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
 def test_state_of_whole_numbers_that_the_hook_does_not_compute_is_refused(dtype: torch.dtype) -> None:
     """Floating point is not the only thing that is derived: packed codes, zero points, compensation sums."""

@@ -45,6 +45,7 @@ class _Look:
 def note_constants(model: torch.nn.Module) -> None:
     """Remember what hangs on a model beside its parameters and buffers before any weight is loaded: what still looks like
     that after the load was not derived from weights."""
+    _CONSTANTS.pop(model, None)  # what is noted already would not be found again
     _CONSTANTS[model] = {name: _look(tensor) for name, tensor in DerivedState(model).tensors().items()}
 
 
