@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import socket
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -58,3 +62,56 @@ def etcd_endpoint(tmp_path_factory):
     finally:
         process.kill()
         process.wait(20)
+
+
+@pytest.fixture
+def loop():
+    """An event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class CannedServer(ThreadingHTTPServer):
+    """Answers a path, whatever is posted, with what ``answers`` has for it, else with ``otherwise``: a status and a body."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.otherwise = (200, b"{}")
+        self.asked: list[tuple[str, object]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: CannedServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append((self.path, json.loads(body or b"null")))
+        status, answer = self.server.answers.get(self.path.partition("?")[0], self.server.otherwise)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, *args) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def canned_server():
+    with CannedServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -166,17 +164,6 @@ class Manager:
 
 
 @pytest.fixture
-def loop():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
-@pytest.fixture
 def sglang_requests(monkeypatch):
     names = ("PauseGenerationReqInput", "ContinueGenerationReqInput", "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput")
     requests = ModuleType("sglang.srt.managers.io_struct")
@@ -262,86 +249,64 @@ def test_an_engine_that_times_out_by_itself_is_not_taken_for_our_deadline(loop) 
 # --- a server -----------------------------------------------------------------------------------------------------
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = json.loads(self.rfile.read(length) or b"null")
-        self.server.asked.append((self.path, body))
-        status, answer = self.server.answers.get(self.path.partition("?")[0], (200, b"{}"))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(answer)
-
-    do_GET = do_POST
-
-    def log_message(self, *args) -> None:
-        """Quiet."""
+def routes(canned_server) -> list[str]:
+    return [path.partition("?")[0] for path, _ in canned_server.asked]
 
 
-@pytest.fixture
-def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.answers = [], {}
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def url_of(server) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
-
-
-def routes(server) -> list[str]:
-    return [path.partition("?")[0] for path, _ in server.asked]
-
-
-def test_a_server_that_cannot_pause_is_told_to_go_on(server) -> None:
-    server.answers["/pause_generation"] = (500, b"oops")
+def test_a_server_that_cannot_pause_is_told_to_go_on(canned_server) -> None:
+    canned_server.answers["/pause_generation"] = (500, b"oops")
     with pytest.raises(AttemptFailedError, match="500: oops"):
-        HttpCalls(url_of(server), in_flight="retract", timeout_s=5.0).start()
-    assert routes(server) == ["/pause_generation", "/continue_generation"]
+        HttpCalls(canned_server.url, in_flight="retract", timeout_s=5.0).start()
+    assert routes(canned_server) == ["/pause_generation", "/continue_generation"]
 
 
 @pytest.mark.parametrize(("in_flight", "kept"), [("retract", False), ("in_place", True), ("abort", False)])
-def test_only_a_refusal_says_that_requests_hold_caches(server, in_flight: str, kept: bool) -> None:
-    calls = HttpCalls(url_of(server), in_flight=in_flight, timeout_s=5.0)
-    server.answers["/flush_cache"] = (200, b"Cache flushed.\nPlease check backend logs")
+def test_only_a_refusal_says_that_requests_hold_caches(canned_server, in_flight: str, kept: bool) -> None:
+    calls = HttpCalls(canned_server.url, in_flight=in_flight, timeout_s=5.0)
+    canned_server.answers["/flush_cache"] = (200, b"Cache flushed.\nPlease check backend logs")
     assert calls.reset_caches()
-    server.answers["/flush_cache"] = (400, b"Flush cache failed.\n")
+    canned_server.answers["/flush_cache"] = (400, b"Flush cache failed.\n")
     assert calls.reset_caches() is kept
-    server.answers["/flush_cache"] = (503, b"overloaded")
+    canned_server.answers["/flush_cache"] = (503, b"overloaded")
     with pytest.raises(ServerRefusalError, match="503: overloaded"):
         calls.reset_caches()
-    server.server_close()
+    canned_server.server_close()
     with pytest.raises(AttemptFailedError, match="is the server running"):
         HttpCalls("http://127.0.0.1:9", in_flight=in_flight, timeout_s=1.0).reset_caches()
 
 
-def test_an_answer_that_is_too_long_or_no_json_is_an_error(server, monkeypatch) -> None:
-    ask = JsonServer(url_of(server), timeout_s=5.0, if_missing="").ask
-    server.answers["/version"] = (200, b"<html>hello</html>")
-    with pytest.raises(AttemptFailedError, match=r"/version: expected JSON, got 18 bytes that are none: '<html>hello</html>'"):
+def test_an_answer_that_is_too_long_or_no_json_is_an_error(canned_server, monkeypatch) -> None:
+    ask = JsonServer(canned_server.url, timeout_s=5.0, if_missing="").ask
+    canned_server.answers["/version"] = (200, b"<html>hello</html>")
+    with pytest.raises(
+        AttemptFailedError, match=r"/version: expected a JSON object, got 18 bytes that are none: '<html>hello</html>'"
+    ):
         ask("GET", "/version")
-    server.answers["/version"] = (200, b"")
+    canned_server.answers["/version"] = (200, b"")
     with pytest.raises(AttemptFailedError, match="got 0 bytes"):
         ask("GET", "/version")
-    server.answers["/version"] = (200, json.dumps("x" * 100).encode())
-    assert ask("GET", "/version") == "x" * 100
-    monkeypatch.setattr(exchange_calls, "_MAX_ANSWER_NBYTES", 101)
-    with pytest.raises(AttemptFailedError, match="longer than the 101 bytes"):
+    canned_server.answers["/version"] = (200, json.dumps({"version": "x" * 100}).encode())
+    assert ask("GET", "/version") == {"version": "x" * 100}
+    monkeypatch.setattr(exchange_calls, "_MAX_ANSWER_NBYTES", 114)
+    with pytest.raises(AttemptFailedError, match="longer than the 114 bytes"):
         ask("GET", "/version")
+
+
+@pytest.mark.parametrize("answer", [b"null", b"true", b"[1]", b'"x"'])
+def test_an_answer_that_is_another_kind_of_json_is_an_error(canned_server, answer: bytes) -> None:
+    canned_server.answers["/reset_prefix_cache"] = (200, answer)
+    with pytest.raises(AttemptFailedError, match=r"/reset_prefix_cache: expected a JSON object, got "):
+        JsonServer(canned_server.url, timeout_s=5.0, if_missing="").ask("POST", "/reset_prefix_cache")
 
 
 @pytest.mark.parametrize("success", [False, None, "not supported"])
-def test_a_failure_told_in_the_body_is_a_refusal(server, success) -> None:
+def test_a_failure_told_in_the_body_is_a_refusal(canned_server, success) -> None:
     """Status 200 says that the request was understood."""
-    told = JsonServer(url_of(server), timeout_s=5.0, if_missing="")
+    told = JsonServer(canned_server.url, timeout_s=5.0, if_missing="")
     for good in (b"", b"Cache flushed.", b"[1]", b'{"status": "paused"}', b'{"success": true}'):
-        server.answers["/pause"] = (200, good)
+        canned_server.answers["/pause"] = (200, good)
         told.tell("POST", "/pause", {})
-    server.answers["/pause"] = (200, json.dumps({"success": success, "message": "the engine is asleep"}).encode())
+    canned_server.answers["/pause"] = (200, json.dumps({"success": success, "message": "the engine is asleep"}).encode())
     with pytest.raises(ServerRefusalError, match=r"/pause: answered with status 200, but .*the engine is asleep"):
         told.tell("POST", "/pause", {})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import stat
 import threading
 from pathlib import Path
@@ -306,17 +305,6 @@ class AsyncLLM:
             return self.answers.get(name)
 
         return call
-
-
-@pytest.fixture
-def loop():
-    running = asyncio.new_event_loop()
-    thread = threading.Thread(target=running.run_forever)
-    thread.start()
-    yield running
-    running.call_soon_threadsafe(running.stop)
-    thread.join()
-    running.close()
 
 
 UNSUPPORTED = {"todo": "not supported"}

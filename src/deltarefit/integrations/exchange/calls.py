@@ -91,24 +91,29 @@ class JsonServer:
         self._timeout_s = timeout_s
         self._if_missing = if_missing
 
-    def ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """The decoded answer.
+    def ask(
+        self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The decoded answer, an object.
 
         Raises:
             RejectedError: the server has no such route.
             DeadlineError: no answer in time.
             ServerRefusalError: the server answered with an error.
-            AttemptFailedError: nobody answers, or the answer is no JSON or longer than any that is expected.
+            AttemptFailedError: nobody answers, or the answer is no JSON object or longer than any that is expected.
         """
         text = self._exchange(method, route, body, timeout_s)
         try:
-            return json.loads(text)
-        except ValueError as error:
-            shown = text[:_SHOWN_NBYTES].decode(errors="replace")
-            raise AttemptFailedError(
-                f"{method} {self._url}{route}: expected JSON, got {len(text)} bytes that are none: {shown!r}; "
-                "is another server at this address?"
-            ) from error
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            return answer
+        shown = text[:_SHOWN_NBYTES].decode(errors="replace")
+        raise AttemptFailedError(
+            f"{method} {self._url}{route}: expected a JSON object, got {len(text)} bytes that are none: {shown!r}; "
+            "is another server at this address?"
+        )
 
     def tell(self, method: str, route: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> None:
         """The same where only success counts, and the answer may be of any kind. Some servers say that they failed in a body
