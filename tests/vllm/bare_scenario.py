@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm
+from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm, allow_ungated_experts
 
 os.environ.update(ENVIRONMENT)
 
@@ -125,6 +125,7 @@ class Refits:
 
 
 def main() -> None:
+    allow_ungated_experts()
     results: dict[str, object] = {}
     for architecture in sys.argv[5:]:
         try:

@@ -22,13 +22,14 @@ pytestmark = [
 ]
 
 ONE_RANK = (
-    "qwen3_moe", "qwen3", "qwen3_tied", "nemotron_h", "deepseek_v3", "qwen3_next", "granite_hybrid", "jamba", "mixtral",
-    "llama", "qwen2", "gemma3", "gpt_oss", "glm4_moe", "phi3",
+    "qwen3_moe", "qwen3", "qwen3_tied", "nemotron_h", "nemotron_h_moe", "deepseek_v3", "qwen3_next", "granite_hybrid", "jamba",
+    "mixtral", "llama", "qwen2", "gemma3", "gpt_oss", "glm4_moe", "phi3",
 )  # fmt: skip
 TWO_RANKS = (
-    "qwen3_moe", "qwen3_tied", "nemotron_h", "deepseek_v3", "qwen3_next", "granite_hybrid", "jamba", "gpt_oss", "llama",
+    "qwen3_moe", "qwen3_tied", "nemotron_h", "nemotron_h_moe", "deepseek_v3", "qwen3_next", "granite_hybrid", "jamba",
+    "gpt_oss", "llama",
 )  # fmt: skip
-EXPERTS_APART = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+EXPERTS_APART = ("qwen3_moe", "nemotron_h_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS = [(1, "tp", a) for a in ONE_RANK] + [(2, "tp", a) for a in TWO_RANKS] + [(2, "ep", a) for a in EXPERTS_APART]
 PATHS = ("compiled", "compiled xor", "torch", "scratch")
 

@@ -14,7 +14,7 @@ import torch
 
 from deltarefit.placement.reach import reach
 
-__all__ = ["ENVIRONMENT", "BareVllm", "everything", "select_kernels"]
+__all__ = ["ENVIRONMENT", "BareVllm", "allow_ungated_experts", "everything", "select_kernels"]
 
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -55,6 +55,32 @@ def _on_cpu(kernel: Any) -> Any:
         "can_implement": classmethod(lambda cls, config: (True, None)),
     }
     return type("Cpu" + kernel.__name__, (kernel,), allowed)
+
+
+class _BuildsUngated:
+    """A platform that vLLM lets have experts without a gate. Only classes and loaders count here; nothing is computed."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_xpu(self) -> bool:
+        return True
+
+
+def allow_ungated_experts() -> None:
+    """Have vLLM build mixtures whose experts have no gate. It refuses them on a CPU, having no kernel for them there."""
+    import vllm.model_executor.layers.fused_moe.config as config
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    module: Any = config
+    module.current_platform = _BuildsUngated(module.current_platform)
+    kernel: Any = CPUUnquantizedExperts
+    activation = kernel._supports_activation
+    kernel._supports_no_act_and_mul = staticmethod(lambda: True)
+    kernel._supports_activation = staticmethod(lambda wanted: not wanted.is_gated or activation(wanted))
 
 
 def everything(model: torch.nn.Module) -> dict[str, bytes]:
