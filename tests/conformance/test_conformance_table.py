@@ -13,7 +13,7 @@ import pytest
 
 from deltarefit.cli.conformance.rows import PAGE, TABLE, Row, page_of, read_table, write_table
 from deltarefit.cli.conformance.run import run_engine
-from deltarefit.errors import RejectedError
+from deltarefit.errors import DeadlineError, RejectedError
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = Row(engine="e", model="m", quantisation="none", exact_bytes_fraction=1.0, rerun=0.0, dense=0.0, bit_equal=True)
@@ -95,6 +95,16 @@ def test_documented_rows_are_what_is_measured_here(engine: str, names: tuple, ex
     assert [(row.model, row.quantisation, row.kernels) for row in measured] == expected
     documented = read_table(DOCS / TABLE)
     assert [row for row in measured if row not in documented] == []
+
+
+def test_a_group_that_does_not_end_is_told_with_what_it_wrote(monkeypatch):
+    def stuck(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout, output=b"", stderr=b"waiting for a lock")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(subprocess, "run", stuck)
+    with pytest.raises(DeadlineError, match=r"conformance of torch, qwen3: not done after 900 s:\nwaiting for a lock"):
+        run_engine("torch", lambda row: None, ("qwen3",))
 
 
 @pytest.mark.torch

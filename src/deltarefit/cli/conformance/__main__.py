@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltarefit.cli.conformance.rows import Row, columns_of, read_table, write_table
+from deltarefit.cli.conformance.rows import Row, columns_of, read_table, write_rows, write_table
 from deltarefit.cli.conformance.run import ENGINES, judge_group, run_engine
 
 
@@ -25,8 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = run_engine(engine, _say)
-        write_table(path.parent, rows)
-        (path.parent / "conformance.json").replace(path)
+        write_rows(path, rows)
         return 0 if all(row.is_sound for row in rows) else 1
     if order == "join":
         directory, *files = rest

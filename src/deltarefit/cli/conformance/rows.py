@@ -9,7 +9,7 @@ import msgspec
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["HEADINGS", "PAGE", "TABLE", "Row", "columns_of", "page_of", "read_table", "write_table"]
+__all__ = ["HEADINGS", "PAGE", "TABLE", "Row", "columns_of", "page_of", "read_table", "write_rows", "write_table"]
 
 TABLE, PAGE = "conformance.json", "conformance.md"
 _MAX_TABLE_NBYTES = 2**24
@@ -64,10 +64,15 @@ def read_table(path: Path) -> tuple[Row, ...]:
         raise RejectedError(f"{path}: no conformance table: {error}; make it with 'make conformance'") from error
 
 
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write a table without a page."""
+    data = msgspec.json.format(msgspec.json.encode(_Table(tuple(rows))), indent=1)
+    path.write_bytes(data + b"\n")
+
+
 def write_table(directory: Path, rows: Sequence[Row]) -> None:
     """Write the table and its page into a directory."""
-    data = msgspec.json.format(msgspec.json.encode(_Table(tuple(rows))), indent=1)
-    (directory / TABLE).write_bytes(data + b"\n")
+    write_rows(directory / TABLE, rows)
     (directory / PAGE).write_text(page_of(rows))
 
 

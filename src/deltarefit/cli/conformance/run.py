@@ -37,18 +37,23 @@ def installed_engine() -> str:
     for engine, package in ENGINES.items():
         if importlib.util.find_spec(package) is not None:
             return engine
-    raise RejectedError(f"no engine is installed in this environment: expected one of {', '.join(ENGINES.values())}")
+    raise RejectedError(
+        f"no engine is installed in this environment: expected one of {', '.join(ENGINES.values())}; run this where one serves"
+    )
 
 
 def run_engine(engine: str, say: Callable[[Row], None], only: Sequence[str] = ()) -> list[Row]:
-    """All rows of an engine, each told to ``say`` as it comes. ``only``: names of models; all without.
+    """All rows of an engine, told to ``say`` after each group. ``only``: names of models; all without.
 
     Raises:
         RejectedError: the engine is not installed here.
-        AttemptFailedError: a group's process failed; the text has the end of what it wrote.
+        DeadlineError: a group's process does not end; as in the next, the text has the end of what it wrote.
+        AttemptFailedError: a group's process failed.
     """
     if importlib.util.find_spec(ENGINES[engine]) is None:
-        raise RejectedError(f"engine {engine}: the package {ENGINES[engine]} is not installed in this environment")
+        raise RejectedError(
+            f"engine {engine}: the package {ENGINES[engine]} is not installed in this environment; run this where it serves"
+        )
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="deltarefit-conformance-") as work:
         for number, (kernels, names) in enumerate(_cases(engine).GROUPS):
@@ -65,15 +70,21 @@ def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_GROUP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise DeadlineError(f"conformance of {engine}, {', '.join(names)}: not done after {_GROUP_TIMEOUT_S:.0f} s") from error
+        raise DeadlineError(
+            f"conformance of {engine}, {', '.join(names)}: not done after {_GROUP_TIMEOUT_S:.0f} s:\n{_end_of(error.stderr)}"
+        ) from error
     lines = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     rows = [msgspec.json.decode(line, type=Row) for line in lines]
     for row in rows:
         say(row)
     if done.returncode != 0 or len(rows) != len(names):
-        text = done.stderr.decode(errors="replace")[-_LOG_CHARACTERS:]
-        raise AttemptFailedError(f"conformance of {engine}, {names[len(rows)] if len(rows) < len(names) else ''}:\n{text}")
+        name = names[len(rows)] if len(rows) < len(names) else ""
+        raise AttemptFailedError(f"conformance of {engine}, {name}:\n{_end_of(done.stderr)}")
     return rows
+
+
+def _end_of(log: bytes | None) -> str:
+    return (log or b"").decode(errors="replace")[-_LOG_CHARACTERS:]
 
 
 def _engine_environment(engine: str) -> Mapping[str, str]:
