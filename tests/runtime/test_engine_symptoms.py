@@ -327,6 +327,43 @@ def test_an_engine_outlives_its_receiver_and_keeps_the_cache_that_was_to_be_drop
         assert engine.answer(3) == engine.fresh(3)
 
 
+def test_an_engine_whose_caches_stay_joins_once_and_serves_when_they_are_gone(make):
+    """Learning where an engine keeps its weights takes long, and has nothing to do with its caches."""
+    served = make(num_receivers=2, min_receivers=1)
+    engine = served.engines[0]
+    served.refit(0)
+    served.receivers[0].close()
+    engine.refuses_reset = 10**6
+    prewarm, prewarmed = engine.prewarm, []
+    engine.prewarm = lambda catalog: prewarmed.append(catalog) or prewarm(catalog)
+    successor = deltarefit.Receiver(
+        engine, run=served.pair.run, name="rollout-0", request_gate=engine.request_gate, settings=RECEIVER_SETTINGS
+    )
+    with successor.start():
+        successor.wait_joined(10.0)
+        with pytest.raises(DeadlineError):
+            successor.serving(0.5).__enter__()
+        engine.refuses_reset = 0
+        with successor.serving(10.0):
+            served.pair.assert_equal()
+    assert len(prewarmed) == 1
+
+
+def test_a_gate_that_opened_late_is_not_counted_with_the_next_pause(make):
+    served = make()
+    engine, receiver = served.engines[0], served.receivers[0]
+    served.refit(0)
+    engine.refuses_reset = 1
+    served.refit(1)
+    with receiver.serving(10.0):
+        clock = SystemClock()
+        opened_s = clock.monotonic_s()
+        clock.sleep(0.5)
+    report = served.refit(2)
+    assert report.receivers == ("rollout-0",)
+    assert 0 < report.pause_s < clock.monotonic_s() - opened_s - 0.5
+
+
 def test_what_one_receiver_failed_to_apply_is_never_sent_again(make):
     """The baseline moves with the commit, not with the sending: changes of a refit that failed are in the next one."""
     served = make(num_receivers=2, min_receivers=2, max_attempts=1, bucket_nbytes=64, chunk_nbytes=64)

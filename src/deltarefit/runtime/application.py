@@ -325,6 +325,7 @@ class Application:
             self._must_drop = False
             self._engine.reopen_gate()
         self._must_shut = False
+        self._closed_s = None  # a pause that outlasted its refit is in no report, so not in the next one's either
         return True
 
     @contextmanager

@@ -218,7 +218,10 @@ class Standing:
             self._presence.note(policy_version=version)
             state = self._control.read()
             if state is not None and state.record.policy_version == version:
-                self._serve_again(state)
+                try:
+                    self._serve_again(state)
+                except RefitError as error:  # no reason to learn its layout again: the next look tries again
+                    _LOG.warning("receiver %s: holds policy version %d and does not serve yet: %s", self._name, version, error)
                 break
         else:
             self._may_catch_up = False
