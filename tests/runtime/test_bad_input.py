@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import deltarefit
+from deltarefit.runtime.clock import SystemClock
+from deltarefit.runtime.messages import Call, Restore, encode_message
+from deltarefit.transport import Mailbox, open_run
 
 from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw
 
@@ -51,6 +54,23 @@ def test_a_run_that_a_live_trainer_holds_is_refused_and_free_after_it_closed(tmp
         perturb(pair.policy, 1)
         assert second.refit().policy_version == 2
         pair.assert_equal()
+
+
+def test_what_came_with_a_message_that_makes_no_sense_is_read_all_the_same(tmp_path):
+    with Pair(tmp_path, num_receivers=0) as pair:
+        receiver = pair.attach(Fused(pair.policy), "rollout", start=False)
+        pair.publisher()
+        while not receiver._standing.is_joined:
+            receiver.step(0.0)
+        before = receiver._presence.shown.incarnation
+        box = Mailbox(open_run(pair.run, clock=SystemClock()), "operator", clock=SystemClock(), nonce="00000001")
+        box.post("rollout", b"no call")
+        box.post("rollout", encode_message(Call("restore", 1, before, Restore())))
+        with pytest.raises(deltarefit.RefitError, match="message from operator: expected Call"):
+            receiver.step(0.0)
+        assert receiver._presence.shown.incarnation == before
+        receiver.step(0.0)
+        assert receiver._presence.shown.incarnation != before
 
 
 def test_a_run_of_another_model_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -37,7 +38,7 @@ from deltarefit.runtime.sharing import (
     relay_pace,
 )
 from deltarefit.runtime.standing import Standing
-from deltarefit.transport import Mailbox, open_run
+from deltarefit.transport import Mail, Mailbox, open_run
 
 __all__ = ["Receiver"]
 
@@ -106,6 +107,8 @@ class Receiver:
         self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
         self._presence.note(node=self._feeds.node)
         self._news = threading.Event()
+        self._unread: deque[Mail] = deque()
+        """Messages that were taken; what came with one that failed is read at the next step."""
         self._mailroom = self._new_mailroom()
         self._application = self._new_application()
         self._desk = self._new_desk()
@@ -338,10 +341,11 @@ class Receiver:
         self._news.clear()
         is_busy = self._application.attempt is not None
         self._mailroom.is_busy = is_busy or self._clock.monotonic_s() - self._desk.heard_s < _HEED_S
-        mails = self._mailroom.take(0.0 if is_busy else timeout_s)
+        mails = self._mailroom.take(0.0 if is_busy or self._unread else timeout_s)
+        self._unread.extend(mails)
         self._standing.keep_lease()  # the wait may have been longer than it was meant to be
-        for mail in mails:
-            self._desk.receive(mail)
+        while self._unread:
+            self._desk.receive(self._unread.popleft())
         self._standing.look_at_new_places()
         progressed = self._application.pump(_PUMP_S)
         if not mails and not progressed and (is_busy or self._mailroom.is_running):
