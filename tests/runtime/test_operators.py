@@ -14,6 +14,8 @@ from deltarefit.cli.program import program
 from deltarefit.errors import DeadlineError
 from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.doctor import examine
+from deltarefit.runtime.relay_service import RelayService
+from deltarefit.runtime.settings import RelayServiceSettings
 from deltarefit.testing.faults import CorruptingSender, FaultPlan
 from deltarefit.transport import open_run
 
@@ -80,6 +82,26 @@ def test_doctor_names_what_is_missing(tmp_path):
     assert not found.ok
     assert (status["permissions"], status["conditional writes"], status["shared memory"]) == ("failed", "failed", "warning")
     assert run("doctor", "--run", place.as_uri(), "--watch", "0.1").exit_code == 1
+
+
+def test_doctor_tries_the_ports_of_relays(tmp_path):
+    run_url = (tmp_path / "run").as_uri()
+    (tmp_path / "shared").mkdir()
+    settings = RelayServiceSettings(shared_directory=str(tmp_path / "shared"))
+
+    def ports():
+        found = examine(run_url, clock=SystemClock(), ids=RandomIds(), watch_s=0.1)
+        assert found.ok
+        return next(check for check in found.checks if check.name == "ports")
+
+    assert (ports().status, ports().found) == ("ok", "none needed: no relay shows itself in this run")
+    with RelayService(run_url, listen="127.0.0.1:0", settings=settings) as relay:
+        assert (ports().status, ports().found) == ("ok", "1 relays take connections")
+        relay._relay.close()  # its sign of life stays, as if a firewall stood between
+        refused = ports()
+        assert refused.status == "warning"
+        assert f"{relay.name} at 127.0.0.1:{relay.peer.port}" in refused.found
+        assert "--advertise" in refused.advice
 
 
 def test_doctor_warns_of_a_clock_that_runs_too_fast(tmp_path):

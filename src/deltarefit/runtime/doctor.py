@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -16,14 +18,20 @@ from deltarefit.errors import PayloadMissingError, RefitError, RejectedError
 from deltarefit.protocol.lease import DRIFT
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.control_place import is_placed_elsewhere, probe_record_store
+from deltarefit.runtime.relays import read_relays
 from deltarefit.runtime.session import control_plane, lease_settings
 from deltarefit.transport import RunStore, keys, open_run
+from deltarefit.transport.relay import Peer
+from deltarefit.wording import some_of
 
 __all__ = ["Check", "Diagnosis", "examine"]
 
 _ROUND_TRIPS = 5
 _PROBE_NBYTES = 4096  # more than is written: what a store adds is to be seen
 _TRIES = 3  # a person waits
+_MOST_RELAYS = 256
+_CONNECTING = 16
+_CONNECT_S = 3.0
 _LEAST_FREE_NBYTES = 2**30
 _STORE_TICK_S = 1.0  # S3 tells times in whole seconds
 _SHARED_MEMORY = Path("/dev/shm")
@@ -65,6 +73,7 @@ def examine(
         ("control record", probe.control_record),
         ("latency", lambda: probe.latency(lease_s)),
         ("clocks", lambda: probe.clocks(watch_s)),
+        ("ports", probe.ports),
         ("free space", probe.free_space),
         ("shared memory", lambda: _shared_memory(shared)),
     ):
@@ -198,6 +207,23 @@ class _Probe:
             raise PayloadMissingError(f"{key}: gone right after it was written")
         return self._clock.monotonic_s(), self._clock.wall_s(), info.modified_s
 
+    def ports(self) -> Check:
+        """Whether every relay that shows itself can be reached from here, as a trainer or another relay must reach it."""
+        relays = read_relays(self._store)[:_MOST_RELAYS]
+        if not relays:
+            return Check(name="ports", status="ok", found="none needed: no relay shows itself in this run")
+        with ThreadPoolExecutor(_CONNECTING, thread_name_prefix="deltarefit-doctor") as pool:
+            trouble = [text for text in pool.map(_unreachable, relays) if text]
+        if not trouble:
+            return Check(name="ports", status="ok", found=f"{len(relays)} relays take connections")
+        return Check(
+            name="ports",
+            status="warning",
+            found=f"{len(trouble)} of {len(relays)} relays take none: {some_of(trouble, 3)}",
+            advice="trainers and other relays must reach them: open the port, or start the relay with an address that they reach "
+            "for --advertise. If it is gone for good, a refit soon removes its sign",
+        )
+
     def free_space(self) -> Check:
         directory = self._store.directory
         if directory is None:
@@ -206,6 +232,15 @@ class _Probe:
         status: Literal["ok", "warning"] = "ok" if free >= _LEAST_FREE_NBYTES else "warning"
         advice = "" if status == "ok" else "a refit needs room for its payloads; a dense one for a whole checkpoint"
         return Check(name="free space", status=status, found=f"{_gib(free)} in {directory}", advice=advice)
+
+
+def _unreachable(relay: Peer) -> str:
+    """Why no connection to a relay can be opened; empty if one can."""
+    try:
+        socket.create_connection((relay.host, relay.port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return f"{relay.name} at {relay.host}:{relay.port} ({error})"
+    return ""
 
 
 def _shared_memory(path: Path) -> Check:

@@ -17,10 +17,10 @@ from deltarefit.runtime.events import EventLog, StageEvent
 from deltarefit.runtime.members import Member
 from deltarefit.runtime.messages import decode_message
 from deltarefit.runtime.settings import PublisherSettings, RelayServiceSettings
-from deltarefit.transport import BeaconWatch, RunStore, keys
+from deltarefit.transport import BeaconWatch, RunStore, keys, read_beacons
 from deltarefit.transport.relay import Peer, RelayContext, RelaySender, StreamKey, caller_tls, listener_tls
 
-__all__ = ["RelayNotice", "Relays", "TimedRelaySender", "relay_context"]
+__all__ = ["RelayNotice", "Relays", "TimedRelaySender", "read_relays", "relay_context"]
 
 _LOG = logging.getLogger(__name__)
 _FORGET_LEASES = 4
@@ -66,6 +66,15 @@ def relay_context(
         client_tls=caller_tls(**paths) if all(files) else None,
         server_tls=listener_tls(**paths) if all(files) else None,
     )
+
+
+def read_relays(store: RunStore) -> list[Peer]:
+    """All relays that show themselves, dead ones included, by name."""
+    peers = []
+    for reading in read_beacons(store, prefix=keys.RELAYS):
+        notice = decode_message(reading.info, RelayNotice, sender=f"beacon of {reading.name}")
+        peers.append(Peer(reading.name, notice.host, notice.port))
+    return peers
 
 
 class Relays:
