@@ -220,8 +220,8 @@ class _Probe:
             name="ports",
             status="warning",
             found=f"{len(trouble)} of {len(relays)} relays take none: {some_of(trouble, 3)}",
-            advice="trainers and other relays must reach them: open the port, or start the relay with an address that they reach "
-            "for --advertise. If it is gone for good, a refit soon removes its sign",
+            advice="trainers and other relays must reach them: open the port, or tell the relay with --advertise an address "
+            "that they reach. If it is gone for good, a refit soon removes its sign",
         )
 
     def free_space(self) -> Check:
