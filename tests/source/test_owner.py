@@ -496,3 +496,17 @@ def test_a_proof_reads_the_candidate_only(monkeypatch):
     owner.prove()
     owner.commit()
     assert owner.digests() == {tensor.name: digest_of(tensor, words[tensor.name]) for tensor in tensors}
+
+
+def test_a_baseline_is_filled_by_one_read_and_its_digest_is_of_what_was_copied():
+    """A write to the parameter while the baseline is made shows as a change afterwards, not as damage to the baseline."""
+    tensor = spec("w")
+    first, written = random_words(tensor, 1), random_words(tensor, 2)
+    task = whole_task(tensor, written)
+    reads = iter([first])
+    object.__setattr__(task, "words", lambda: next(reads, written))
+    owner = Owner(OwnerId(0), [task], ONE_THREAD)
+    assert owner.digests() == owner.recount() == {"w": digest_of(tensor, first)}
+    assert emitted(owner, tensor) == np.flatnonzero(first != written).tolist()
+    owner.commit()
+    assert owner.digests() == owner.recount() == {"w": digest_of(tensor, written)}

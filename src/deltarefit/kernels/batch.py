@@ -155,7 +155,8 @@ def _plain_commit(baseline: Words, candidate: Words, pieces: PieceTable, dtype: 
 class PreparedApply:
     """Items and the pieces that each goes through, checked and tabulated: what is left is to run it.
 
-    No two items may change the same storage element: they are applied in any order, several at the same time.
+    They are applied in any order, several at the same time. So no two may change the same storage element, unless both
+    overwrite it with the same bits, as items of tied weights do.
     """
 
     __slots__ = ("_calls", "_isa", "_kept", "_work")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,9 @@ __all__ = [
     "TrackerScan",
     "allocate",
     "candidate_digests",
+    "committed_digests",
     "count_changed",
+    "fill",
     "overwrite",
 ]
 
@@ -73,18 +75,6 @@ class TaskTracker:
         """Committed words, one array per group of pieces. Not to be written to."""
         return self._words
 
-    def fill(self) -> None:
-        """Take the storage as it is now for committed."""
-        overwrite([self])
-        (self.digest,) = candidate_digests([self])
-
-    def recount(self) -> TensorDigest:
-        """The digest of the committed words, from memory."""
-        total = TensorDigest()
-        for pieces, committed in zip(self.groups, self._words, strict=True):
-            total += kernels.digest(committed, _one_after_another(pieces))
-        return total
-
     def scan(self, encoding: Encoding, *, everything: bool = False) -> TrackerScan:
         """Compare storage with the committed words: an item per group that changed, or per group if ``everything`` is sent."""
         storage = self.task.words()
@@ -98,6 +88,13 @@ class TaskTracker:
                 items.append(result.item)
                 num_changed += count_changed(result.item, storage, committed, pieces)
         return TrackerScan(tuple(items), change, num_changed)
+
+
+def fill(trackers: Sequence[TaskTracker]) -> None:
+    """Take storages as they are now for committed."""
+    overwrite(trackers)
+    for tracker, digest in zip(trackers, committed_digests(trackers), strict=True):
+        tracker.digest = digest
 
 
 def overwrite(trackers: Sequence[TaskTracker]) -> None:
@@ -117,17 +114,31 @@ def overwrite(trackers: Sequence[TaskTracker]) -> None:
 
 def candidate_digests(trackers: Sequence[TaskTracker]) -> list[TensorDigest]:
     """Of the storages as they are now, one per tracker."""
-    work = [
-        (number, kernels.BoundDigest(storage, table))
-        for number, tracker in enumerate(trackers)
+    return _sums(
+        [kernels.BoundDigest(storage, table) for table in tracker._tables]
+        for tracker in trackers
         for storage in (tracker.task.words(),)
-        for table in tracker._tables
-    ]
-    totals = [TensorDigest() for _ in trackers]
-    for (number, _), digest in zip(work, kernels.digest_many([one for _, one in work], num_threads=1), strict=True):
-        if digest is not None:  # only widened elements have none
-            totals[number] += digest
-    return totals
+    )
+
+
+def committed_digests(trackers: Sequence[TaskTracker]) -> list[TensorDigest]:
+    """Of the committed words, counted anew, one per tracker."""
+    return _sums(
+        [
+            kernels.BoundDigest(committed, _one_after_another(pieces))
+            for pieces, committed in zip(tracker.groups, tracker._words, strict=True)
+        ]
+        for tracker in trackers
+    )
+
+
+def _sums(groups: Iterable[Sequence[kernels.BoundDigest]]) -> list[TensorDigest]:
+    """The digest of each group of bound pieces together."""
+    bound = list(groups)
+    found = iter(kernels.digest_many([one for group in bound for one in group], num_threads=1))
+    digests = [[next(found) for _ in group] for group in bound]
+    # Only widened elements have none.
+    return [sum((digest for digest in group if digest is not None), TensorDigest()) for group in digests]
 
 
 def _one_after_another(pieces: Sequence[Piece]) -> list[Piece]:
@@ -145,7 +156,7 @@ class SourceBaseline:
     """The trackers of one owner, in one allocation."""
 
     def __init__(self, tasks: Sequence[ConversionTask], directory: Path | None = None) -> None:
-        """Allocate; the words are undefined until each tracker's ``fill``.
+        """Allocate; the words are undefined until ``fill``.
 
         Raises:
             RejectedError: the file system at ``directory`` has no room, or a task's pieces cannot be coded.

@@ -172,11 +172,6 @@ class ResidualStage:
     def has_candidate(self) -> bool:
         return self._watched.has_candidate or self.baseline.has_candidate
 
-    @property
-    def num_watched(self) -> int:
-        """Elements of sources that this rank watches."""
-        return sum(tracker.task.num_elements for tracker in self._watched.baseline.trackers)
-
     def build(self, plan: RefitPlan, mode: EncodingMode, *, before: Callable[[], None]) -> list[Converted]:
         """Convert what changed sources require, and compare what this rank assembles. Holds all collectives of an attempt.
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from deltarefit.canonical import TensorDigest
 from deltarefit.errors import OperatorRequiredError
 from deltarefit.records import Encoding
-from deltarefit.source.baseline import SourceBaseline, TaskTracker, candidate_digests, overwrite
+from deltarefit.source.baseline import SourceBaseline, TaskTracker, candidate_digests, committed_digests, fill, overwrite
 from deltarefit.source.buckets import cut_into_chunks
 from deltarefit.source.settings import SourceSettings
 from deltarefit.source.task import ConversionTask
@@ -38,7 +38,7 @@ class TrackerSet:
         self._changes: dict[TaskTracker, TensorDigest] = {}
         """Digest change of the candidate by tracker, from its first scan in this transition until its commit."""
         self._verified: set[TaskTracker] = set()
-        self._run(_fill)
+        self._run(fill)
 
     @property
     def has_candidate(self) -> bool:
@@ -93,9 +93,12 @@ class TrackerSet:
 
     def recount(self) -> dict[str, TensorDigest]:
         """``digests``, counted anew from the committed words."""
-        counted = self.over_chunks(lambda chunk: [(tracker.task.spec.name, tracker.recount()) for tracker in chunk])
+
+        def counted(chunk: Chunk) -> list[tuple[str, TensorDigest]]:
+            return [(t.task.spec.name, digest) for t, digest in zip(chunk, committed_digests(chunk), strict=True)]
+
         empty = ((t.task.spec.name, TensorDigest()) for t in self.baseline.trackers if not t.task.num_elements)
-        return sum_by_name((*empty, *(entry for listed in counted for entry in listed)))
+        return sum_by_name((*empty, *(entry for listed in self.over_chunks(counted) for entry in listed)))
 
     def candidate_digests(self) -> dict[str, TensorDigest]:
         """Of the candidate as far as it was scanned, by tensor."""
@@ -132,11 +135,6 @@ class TrackerSet:
     def _run(self, work: Callable[[Chunk], None]) -> None:
         for _ in self.over_chunks(work):
             pass
-
-
-def _fill(chunk: Chunk) -> None:
-    for tracker in chunk:
-        tracker.fill()
 
 
 def moved(task: ConversionTask) -> OperatorRequiredError:

@@ -43,6 +43,7 @@ from deltarefit.source import (
     cut_into_chunks,
     onto_shard,
 )
+from deltarefit.source.baseline import fill
 from deltarefit.testing.bench_codec import changed_words, rounded_to_bfloat16
 
 __all__ = ["run"]
@@ -94,8 +95,7 @@ class _Model:
 
     def convert(self) -> None:
         """Commit everything, and keep the canonical tensors that modes need which assemble."""
-        for tracker in self.baseline.trackers:
-            tracker.fill()
+        fill(self.baseline.trackers)
         self.converted = {name: assemble(tasks) for name, tasks in self.by_name.items()}
 
     @property
@@ -359,8 +359,7 @@ def _sizes(name: str, one: _Construction) -> tuple[int, int, int, float]:
 def _memory(model: _Model, settings: SourceSettings, rate: float) -> dict[str, Any]:
     """What an owner of everything adds to the parameters: its baseline, and the most that building adds to that."""
     before = _resident_nbytes()
-    for tracker in model.baseline.trackers:
-        tracker.fill()
+    fill(model.baseline.trackers)
     filled = _resident_nbytes()
     model.change(rate)
     resident = _reset_peak()
