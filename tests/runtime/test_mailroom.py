@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -133,6 +134,20 @@ def test_a_question_that_failed_is_told_once_and_asked_again(room):
     assert [mail.data for mail in found] == [b"next"]
     assert 1 <= len(told) <= 4
     assert room.take(0.0) == []
+
+
+def test_a_question_for_the_message_after_the_next_that_failed_does_not_hide_the_next(room):
+    room, _, coordinator = room
+    coordinator.post("me", b"prepare")
+    assert taken(room, 1) == [b"prepare"]
+    room.close()  # from here on it is looked step by step
+    coordinator.post("me", b"next")
+    following = room._mailbox.following
+    failed, answered = Future(), Future()
+    failed.set_exception(TransportError("on purpose"))
+    answered.set_result(room._mailbox.read(following))
+    room._asked = [(following._replace(sequence=following.sequence + 1), failed), (following, answered)]
+    assert [mail.data for mail in room._look()] == [b"next"]
 
 
 def test_questions_are_bounded_while_none_is_answered(room):

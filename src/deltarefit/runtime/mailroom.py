@@ -177,7 +177,8 @@ class MailRoom:
         """
         names = (following, following._replace(sequence=following.sequence + 1))
         self._asked = [one for one in self._asked if one[0] in names]
-        for one in [one for one in self._asked if one[1].done()]:
+        answered = [one for one in self._asked if one[1].done()]
+        for one in sorted(answered, key=lambda one: one[0] != following):  # a failure of the other must not hide this one
             self._asked.remove(one)
             parts, sealed = one[0], one[1].result()
             if parts != following and sealed is not None:
