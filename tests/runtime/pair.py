@@ -85,6 +85,14 @@ class Pair:
         settings = options.pop("settings", SETTINGS)
         return self.stack.enter_context(deltarefit.Publisher(self.policy, run=self.run, settings=settings, **options))
 
+    def refit_at_once(self, publisher: deltarefit.Publisher, count: int) -> None:
+        """The run's first refits: each takes one attempt and ends bit for bit."""
+        for step in range(count):
+            perturb(self.policy, step)
+            report = publisher.refit()
+            assert (report.policy_version, report.attempts) == (step + 1, 1)
+            self.assert_equal()
+
     def assert_equal(self) -> None:
         expected = dense_reload(self.policy)
         for model in self.models:

@@ -37,12 +37,7 @@ class Cutting:
 def test_a_body_that_ends_early_is_read_again(tmp_path, monkeypatch, chosen):
     cutting = Cutting(monkeypatch, chosen)
     with Pair(tmp_path) as pair:
-        publisher = pair.publisher()
-        for step in range(2):
-            perturb(pair.policy, step)
-            report = publisher.refit()
-            assert (report.policy_version, report.attempts) == (step + 1, 1)
-            pair.assert_equal()
+        pair.refit_at_once(pair.publisher(), 2)
     assert cutting.struck
 
 
