@@ -599,3 +599,32 @@ def test_a_derived_tensor_that_was_replaced_makes_the_prewarm_stale() -> None:
     assert "layers.0.unpacked" in subject.receiver.stale()
     with pytest.raises(LoaderContractError, match="unpacked"):
         subject.receiver.synchronize()
+
+
+class Halves(Model):
+    """Takes a second name for the first half of each weight; the whole, which comes after it, wins."""
+
+    def load_weights(self, weights) -> None:
+        for name, w in weights:
+            if name.endswith(".half"):
+                self.layers[int(name[0])].weight.data[:4].copy_(w)
+            else:
+                super().load_weights([(name, w)])
+
+
+@pytest.mark.parametrize("finish", [nothing_done, tiles])
+def test_a_tensor_that_another_overwrites_is_skipped_where_that_is_known(finish: Finish) -> None:
+    engine, catalog = engine_and_catalog((finish, None, {"weight": BF16}))
+    engine._make = lambda: Halves(finish, None, weight=BF16)
+    catalog = Catalog([TensorSpec("0.half", "BF16", (4, 6)), TensorSpec("1.half", "BF16", (4, 6)), *catalog.values()])
+    old, new = random_weights(catalog, 1, finite=True), random_weights(catalog, 2, finite=True)
+    model = engine.serve(old)
+    settings = ReceiverSettings(may_ignore=("*.half",))
+    receiver = RankReceiver(model, model.load_weights, settings=settings, after_load=engine)
+    report = receiver.prewarm(catalog)
+    assert {name for name, route in report.routes.items() if route.kind == "skipped"} == {"0.half", "1.half"}
+    plan = plan_for([report], catalog)
+    receiver.prepare(plan)
+    receiver.apply(delta_payload(plan, old, new))
+    receiver.synchronize()
+    assert differing(raw_state(model), raw_state(engine.serve(new))) == []

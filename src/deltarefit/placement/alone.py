@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltarefit.canonical import Catalog, Words
 from deltarefit.placement.digits import random_words
+from deltarefit.placement.overlap import colliding
 from deltarefit.placement.reach import Reached
 from deltarefit.placement.units import RawBytes, UnitRig, raw_bytes
 
@@ -53,7 +54,7 @@ def is_left_alone(rig: UnitRig, catalog: Catalog) -> bool:
     Raises:
         RejectedError: the loader or a step failed.
     """
-    if rig.computed:
+    if rig.computed or colliding(rig.claims()):  # of what one tensor overwrites of another, nothing is left
         return False
     rig.make_ready()
     places = _places(rig, rig.unit.reach())

@@ -10,11 +10,12 @@ import torch
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.placement.inputs import Inputs, LoadWeights
+from deltarefit.placement.overlap import Claim
 from deltarefit.placement.shadow import Shadow
 from deltarefit.placement.storages import ModelStorage, StorageMap
 from deltarefit.placement.watch import LoadWatch, Write
 
-__all__ = ["Home", "OpaqueWrites", "Run", "group_homes", "places_of", "run_loader"]
+__all__ = ["Home", "OpaqueWrites", "Run", "claims_of_homes", "group_homes", "places_of", "run_loader"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,16 @@ def group_homes(grouped: Mapping[tuple[str, int], tuple[ModelStorage, Sequence[P
 def places_of(homes: Iterable[Home]) -> frozenset[tuple[str, int, Piece]]:
     """What homes say of storage; equal for two tensors if they share all of it element by element."""
     return frozenset((home.storage.key, home.width, piece) for home in homes for piece in home.pieces)
+
+
+def claims_of_homes(homes: Mapping[str, Sequence[Home]]) -> list[Claim]:
+    """What tensors take of storages, piece by piece."""
+    return [
+        Claim(name, home.storage.key, piece.storage, home.width)
+        for name, listed in homes.items()
+        for home in listed
+        for piece in home.pieces
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

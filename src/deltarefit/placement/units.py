@@ -23,8 +23,9 @@ from deltarefit.placement.after_load import PostLoadStep
 from deltarefit.placement.hollow import HollowTensors
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
+from deltarefit.placement.overlap import Claim
 from deltarefit.placement.reach import Reached, StateUndo, reach
-from deltarefit.placement.run import Home
+from deltarefit.placement.run import Home, claims_of_homes
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
 
 __all__ = ["RawBytes", "Unit", "UnitRig", "raw_bytes", "units_of"]
@@ -157,6 +158,10 @@ class UnitRig:
     def computed(self) -> tuple[str, ...]:
         """Tensors whose values the loader computes with."""
         return tuple(name for name in self.unit.names if name not in self._homes)
+
+    def claims(self) -> list[Claim]:
+        """What each placed tensor takes of load-time storages."""
+        return claims_of_homes(self._homes)
 
     def held(self, name: str) -> NDArray[np.bool_]:
         """Which elements of a placed tensor are loaded on this rank, shape [elements]."""

@@ -10,7 +10,7 @@ from deltarefit.canonical import DTYPE_NBYTES, TensorSpec
 from deltarefit.pieces import Cast, Piece, StridedView
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.overlap import Claim, colliding
-from deltarefit.placement.run import Home, places_of
+from deltarefit.placement.run import Home, claims_of_homes, places_of
 from deltarefit.receiver.report import TensorRoute
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.records import Encoding
@@ -148,12 +148,7 @@ def scratch_route(spec: TensorSpec, trial: TrialResult) -> TensorRoute:
 
 def claims_of(learned: LearnedLoader) -> list[Claim]:
     """Every element of storage that the loader writes, with the tensor it belongs to."""
-    claims = [
-        Claim(name, home.storage.key, piece.storage, home.width)
-        for name, homes in learned.homes.items()
-        for home in homes
-        for piece in home.pieces
-    ]
+    claims = claims_of_homes(learned.homes)
     for name, opaque in learned.opaque.items():
         claims += [
             Claim(name, w.storage.key, w.view, DTYPE_NBYTES[w.dtype]) for w in {w.key: w for w in opaque.writes}.values()
