@@ -64,7 +64,14 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                f"deltarefit.{name} needs torch, which is not installed here: install deltarefit with the extra 'torch'"
+            ) from error
     raise AttributeError(f"module 'deltarefit' has no attribute {name!r}")
 
 

@@ -152,3 +152,14 @@ def test_program_never_imports_torch(versions, tmp_path):
             check=True,
         ).stderr
     )
+
+
+@pytest.mark.process
+def test_output_that_nobody_reads_is_no_error(versions, tmp_path):
+    """As with ``| head``."""
+    delta = tmp_path / "delta"
+    assert run("diff", *versions[:2], "-o", delta).exit_code == 0
+    command = [sys.executable, "-c", "from deltarefit.cli import main; main()", "inspect", str(delta)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        child.stdout.close()
+        assert "error" not in child.stderr.read()

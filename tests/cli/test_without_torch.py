@@ -63,3 +63,9 @@ def test_coverage_of_a_checkpoint(tmp_path):
     done = call("coverage", "--config", tmp_path, "--json")
     assert done.returncode == 1
     assert "needs torch and transformers" in done.stderr
+
+
+def test_what_needs_torch_says_so():
+    program = "import sys; sys.modules['torch'] = None\nimport deltarefit\ndeltarefit.Publisher"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert "ImportError: deltarefit.Publisher needs torch, which is not installed here: install deltarefit with" in done.stderr

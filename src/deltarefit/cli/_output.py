@@ -145,6 +145,8 @@ def guarded(command: CommandT) -> CommandT:
             return command(*args, **kwargs)
         except RefitError as error:
             _fail(type(error).__name__, str(error), as_json=bool(kwargs.get("as_json")))
+        except BrokenPipeError:
+            raise  # whoever read the output has seen enough; click ends quietly
         except OSError as error:
             _fail(type(error).__name__, str(error), as_json=bool(kwargs.get("as_json")))
 
