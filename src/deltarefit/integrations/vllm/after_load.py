@@ -43,7 +43,7 @@ class VllmAfterLoad:
         """A second model of the engine's configuration. Memory is taken only as it is written to."""
         from vllm.model_executor.model_loader.utils import initialize_model
 
-        with self._loading(), _registers_apart(self._config.compilation_config):
+        with self._loading(), self._device, _registers_apart(self._config.compilation_config):
             model: torch.nn.Module = initialize_model(
                 vllm_config=self._config, model_config=self._model_config, prefix=self._prefix
             )
@@ -62,7 +62,7 @@ class VllmAfterLoad:
         roots.sort(key=_is_late)
         steps = [PostLoadStep(module, lambda module=module: self._finish(module)) for module in roots]  # type: ignore[misc]
         if (whole := getattr(model, "process_weights_after_loading", None)) is not None:
-            steps.append(PostLoadStep(model, whole))
+            steps.append(PostLoadStep(model, lambda: self._finish_whole(whole)))
         return steps
 
     def _finish(self, module: torch.nn.Module) -> None:
@@ -73,16 +73,20 @@ class VllmAfterLoad:
         with self._loading(), self._finishing():
             process_weights_after_loading(holder, self._model_config, self._device)
 
+    def _finish_whole(self, hook: Callable[[], None]) -> None:
+        with self._loading(), self._finishing():
+            hook()
+
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """What vLLM's model loaders have around them."""
+        """What vLLM's model loaders have around them. The device is the default only while they build: what loads and post-load
+        steps make without naming one lies in host memory."""
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self._config))
             stack.enter_context(set_default_torch_dtype(self._model_config.dtype))
-            stack.enter_context(self._device)
             yield
 
 
