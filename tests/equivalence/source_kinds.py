@@ -22,7 +22,7 @@ from deltarefit.integrations.megatron import MegatronAdapter
 from deltarefit.integrations.torch import torch_adapter
 from deltarefit.integrations.torch.local import local_part
 from deltarefit.source import SourceSettings, open_source
-from deltarefit.testing.checkpoints import load_tensors, perturbed, write_checkpoint, write_tiny_checkpoint
+from deltarefit.testing.checkpoints import load_tensors, three_versions, write_checkpoint, write_tiny_checkpoint
 from deltarefit.testing.collective import ThreadCollective
 
 ONE_THREAD = SourceSettings(scan_threads=1)
@@ -36,9 +36,7 @@ class Policies:
         self.architecture = architecture
         self.directory = work / "v0"
         write_tiny_checkpoint(self.directory, architecture)
-        self.tensors = [load_tensors(self.directory)]
-        for seed in (1, 2):
-            self.tensors.append(perturbed(self.tensors[-1], 0.03, seed=seed))
+        self.tensors = three_versions(load_tensors(self.directory))
         self._work = work
         self._models = {}
 

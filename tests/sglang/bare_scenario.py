@@ -22,7 +22,7 @@ from deltarefit.integrations.sglang.receiver import SglangReceiver
 from deltarefit.receiver import ApplyPath, RankReceiver, ReceiverSettings, outcomes_of
 from deltarefit.records import Encoding
 from deltarefit.testing.bare_sglang import BareSglang, write_sglang_checkpoint
-from deltarefit.testing.checkpoints import load_tensors, perturbed
+from deltarefit.testing.checkpoints import load_tensors, three_versions
 from deltarefit.testing.oracle import delta_payload, differing, plan_for, raw_state
 
 WORK, ARCHITECTURE = Path(sys.argv[1]), sys.argv[2]
@@ -44,9 +44,7 @@ class Refits:
     def __init__(self) -> None:
         checkpoint = write_sglang_checkpoint(WORK / ARCHITECTURE, ARCHITECTURE)
         self.bare = BareSglang(checkpoint, WORK / f"rendezvous-{ARCHITECTURE}", watch=note_constants)
-        self.versions = [load_tensors(checkpoint)]
-        for seed in (1, 2):
-            self.versions.append(perturbed(self.versions[-1], 0.03, seed=seed))
+        self.versions = three_versions(load_tensors(checkpoint))
         self.catalog = Catalog(spec_of(name, tensor) for name, tensor in self.versions[0].items())
         self.fresh = [whole_state(self.bare.loaded(weights)) for weights in self.versions]
 

@@ -29,7 +29,7 @@ from deltarefit.ids import EncodingMode
 from deltarefit.integrations.vllm.after_load import IGNORED, UNFILLED, VllmAfterLoad
 from deltarefit.placement.reach import reach
 from deltarefit.receiver import RankReceiver, ReceiverSettings, tensor_outcomes
-from deltarefit.testing.checkpoints import load_tensors, perturbed
+from deltarefit.testing.checkpoints import load_tensors, perturbed, three_versions
 from deltarefit.testing.oracle import delta_payload, differing, plan_for
 from deltarefit.testing.quantised import next_codes
 
@@ -40,12 +40,9 @@ BARE = BareVllm(WORK / f"rendezvous-after-load-{SELECTION}")
 class Case:
     def __init__(self, name: str) -> None:
         self.config = BARE.configure(WORK / name)
-        old = load_tensors(WORK / name)
         change = next_codes if "quantization_config" in (WORK / name / "config.json").read_text() else perturbed
-        self.versions = [old]
-        for seed in (1, 2):
-            self.versions.append(change(self.versions[-1], 0.03, seed=seed))
-        self.catalog = Catalog(spec_of(name, tensor) for name, tensor in old.items())
+        self.versions = three_versions(load_tensors(WORK / name), change)
+        self.catalog = Catalog(spec_of(name, tensor) for name, tensor in self.versions[0].items())
         self.settings = ReceiverSettings(may_ignore=IGNORED, may_lack=UNFILLED)
 
     def after_load(self) -> VllmAfterLoad:

@@ -26,7 +26,7 @@ from deltarefit.ids import EncodingMode
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.receiver import ApplyPath, RankReceiver, ReceiverSettings
 from deltarefit.records import Encoding
-from deltarefit.testing.checkpoints import load_tensors, perturbed
+from deltarefit.testing.checkpoints import load_tensors, three_versions
 from deltarefit.testing.oracle import delta_payload, differing, plan_for, raw_state
 
 WORK, RANK, WORLD, EXPERT_PARALLEL = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "ep"
@@ -55,9 +55,7 @@ class Refits:
 
     def __init__(self, architecture: str, config) -> None:
         self.config = config
-        self.versions = [load_tensors(WORK / architecture)]
-        for seed in (1, 2):
-            self.versions.append(perturbed(self.versions[-1], 0.03, seed=seed))
+        self.versions = three_versions(load_tensors(WORK / architecture))
         self.catalog = Catalog(spec_of(name, tensor) for name, tensor in self.versions[0].items())
         self.fresh = [raw_state(BARE.build(config, weights)) for weights in self.versions]
 

@@ -8,7 +8,7 @@ sizes are multiples of 32, and ``moe_intermediate_size`` is 64 where two tensor-
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "MORE_ARCHITECTURES",
     "load_tensors",
     "perturbed",
+    "three_versions",
     "tiny_model",
     "write_checkpoint",
     "write_tiny_checkpoint",
@@ -207,3 +208,11 @@ def perturbed(tensors: Mapping[str, torch.Tensor], fraction: float, *, seed: int
             step.view(-1)[0] = 1.5
         changed[name] = torch.where(chosen, (tensor.float() * step).to(tensor.dtype), tensor)
     return changed
+
+
+def three_versions(
+    first: Mapping[str, torch.Tensor], change: Callable[..., Mapping[str, torch.Tensor]] = perturbed
+) -> list[Mapping[str, torch.Tensor]]:
+    """A checkpoint and two that follow it, each with 3 % of the one before changed by ``perturbed`` or the like."""
+    second = change(first, 0.03, seed=1)
+    return [first, second, change(second, 0.03, seed=2)]

@@ -21,15 +21,12 @@ def subjects(kernels: str, names: Sequence[str], work: Path) -> Iterator[Subject
     del kernels
     from deltarefit.receiver import ReceiverSettings
     from deltarefit.testing.bare_sglang import BareSglang, write_sglang_checkpoint
-    from deltarefit.testing.checkpoints import load_tensors, perturbed
+    from deltarefit.testing.checkpoints import load_tensors, three_versions
 
     (name,) = names
     checkpoint = write_sglang_checkpoint(work / name, name)
     room: Any = importlib.import_module("deltarefit.integrations.sglang")
     bare = BareSglang(checkpoint, work / f"rendezvous-{name}", watch=room.note_constants)
-    versions = [load_tensors(checkpoint)]
-    for seed in (1, 2):
-        versions.append(perturbed(versions[-1], 0.03, seed=seed))
     settings = ReceiverSettings(verify_writes=True)
     import sglang
 
@@ -37,7 +34,7 @@ def subjects(kernels: str, names: Sequence[str], work: Path) -> Iterator[Subject
         engine=f"SGLang {sglang.__version__}",
         model=name,
         quantisation="none",
-        versions=versions,
+        versions=three_versions(load_tensors(checkpoint)),
         served=bare.loaded,
         receiver=lambda model: room.rank_receiver(model, model.load_weights, settings=settings),
         state=_state,

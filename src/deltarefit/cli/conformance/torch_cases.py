@@ -19,18 +19,15 @@ def subjects(kernels: str, names: Sequence[str], work: Path) -> Iterator[Subject
     del kernels
     import torch
 
-    from deltarefit.testing.checkpoints import load_tensors, perturbed, write_tiny_checkpoint
+    from deltarefit.testing.checkpoints import load_tensors, three_versions, write_tiny_checkpoint
 
     for name in names:
         checkpoint = write_tiny_checkpoint(work / name, name)
-        versions = [load_tensors(checkpoint)]
-        for seed in (1, 2):
-            versions.append(perturbed(versions[-1], 0.03, seed=seed))
         yield Subject(
             engine=f"torch {torch.__version__.partition('+')[0]}",
             model=name,
             quantisation="none",
-            versions=versions,
+            versions=three_versions(load_tensors(checkpoint)),
             served=lambda weights, at=checkpoint: _loaded(at, weights),  # type: ignore[misc]
             receiver=_receiver,
             state=_state,

@@ -53,14 +53,11 @@ def _subject(bare: BareVllm, name: str, kernels: str, work: Path) -> Subject:
     import vllm
     from deltarefit.receiver import RankReceiver, ReceiverSettings
     from deltarefit.testing.bare_vllm import everything
-    from deltarefit.testing.checkpoints import load_tensors, perturbed, write_tiny_checkpoint
+    from deltarefit.testing.checkpoints import load_tensors, perturbed, three_versions, write_tiny_checkpoint
     from deltarefit.testing.quantised import next_codes, write_quantised_checkpoint
 
     scheme, _, kind = name.partition("-")
     checkpoint = write_quantised_checkpoint(work / name, scheme, kind) if kind else write_tiny_checkpoint(work / name, name)
-    versions = [load_tensors(checkpoint)]
-    for seed in (1, 2):
-        versions.append((next_codes if kind else perturbed)(versions[-1], 0.03, seed=seed))
     config, steps = bare.configure(checkpoint), _after_load()
     settings = ReceiverSettings(may_ignore=steps.IGNORED, may_lack=steps.UNFILLED, verify_writes=True)
 
@@ -73,7 +70,7 @@ def _subject(bare: BareVllm, name: str, kernels: str, work: Path) -> Subject:
         model=_MODELS[kind] if kind else name,
         quantisation=scheme if kind else "none",
         kernels=f"{kernels} kernels" if kernels else "",
-        versions=versions,
+        versions=three_versions(load_tensors(checkpoint), next_codes if kind else perturbed),
         served=lambda weights: bare.served(config, weights),
         receiver=receiver,
         state=everything,
