@@ -85,7 +85,7 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Ten
 
 
 def refuse_draft(info: Mapping[str, str]) -> None:
-    """Answer for the rank of a draft, once that of its policy has accepted the driver: nobody would refit the draft."""
+    """Answer for the rank of a draft, in place of what that of its policy has just answered: nobody would refit the draft."""
     rank, world_size = _place()
     refusal = RejectedError(
         "this engine speculates with a draft model, which would keep its old weights: deltarefit does not refit drafts of "
