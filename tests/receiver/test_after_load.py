@@ -613,9 +613,13 @@ class Halves(Model):
 
 
 @pytest.mark.parametrize("finish", [nothing_done, tiles])
-def test_a_tensor_that_another_overwrites_is_skipped_where_that_is_known(finish: Finish) -> None:
+@pytest.mark.parametrize("finished", [1, 2])
+def test_a_tensor_that_another_overwrites_is_skipped_where_that_is_known(monkeypatch, finish: Finish, finished: int) -> None:
+    """In layers with post-load steps, whatever these do, and in one without any."""
     engine, catalog = engine_and_catalog((finish, None, {"weight": BF16}))
     engine._make = lambda: Halves(finish, None, weight=BF16)
+    every = engine.steps
+    monkeypatch.setattr(engine, "steps", lambda model: every(model)[:finished])
     catalog = Catalog([TensorSpec("0.half", "BF16", (4, 6)), TensorSpec("1.half", "BF16", (4, 6)), *catalog.values()])
     old, new = random_weights(catalog, 1, finite=True), random_weights(catalog, 2, finite=True)
     model = engine.serve(old)

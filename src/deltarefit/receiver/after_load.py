@@ -20,9 +20,9 @@ from deltarefit.placement.fit import fit_pieces
 from deltarefit.placement.granules import BitHome
 from deltarefit.placement.layers import LearnedLayer, LearnedLayers, view_of
 from deltarefit.placement.learn import LearnedLoader
-from deltarefit.placement.overlap import Claim
+from deltarefit.placement.overlap import Claim, colliding
 from deltarefit.placement.reach import reach
-from deltarefit.placement.run import Home
+from deltarefit.placement.run import Home, claims_of_homes
 from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensors
 from deltarefit.receiver.assembly import Prewarmed, fingerprint_of, refusal
 from deltarefit.receiver.crosscheck import sample
@@ -121,8 +121,10 @@ class AfterLoadAssembly:
         """
         for layer in self._layers.layers:
             self._layer(layer)
+        self._ignore_overwritten()
         for name in self._layers.untouched:
-            self._untouched(name)
+            if name not in self._unused:
+                self._untouched(name)
         self._aliases(aliases)
         self._limit_whole()
         if not self._refused:
@@ -223,6 +225,14 @@ class AfterLoadAssembly:
         )
 
     # --- the rest -------------------------------------------------------------------------------------------------
+
+    def _ignore_overwritten(self) -> None:
+        """Tensors that may be ignored, and whose storage another one takes too: writing both would change it twice."""
+        patterns = self._settings.may_ignore
+        for pair in colliding(claims_of_homes({name: self._learned.homes[name] for name in self._layers.untouched})):
+            for name, other in (pair, pair[::-1]):
+                if matches(name, patterns) and not matches(other, patterns):
+                    self._unused[name] = f"{other} overwrites it"
 
     def _untouched(self, name: str) -> None:
         """A tensor that lies where the loader put it; the serving model must look there as a fresh one does."""
