@@ -46,23 +46,15 @@ class ApplyQueue:
         self._decode_position = 0
         """Asynchronous delivery: the next staged payload to decode. Never behind the one above."""
         self._num_queued = 0
+        """Slots in use: payloads decoded or being decoded, and not yet written."""
         self._num_applied = 0
         self._staged_nbytes = 0
         self._in_memory: set[PayloadId] = set()
         """Staged payloads that count in ``_staged_nbytes``; the others were spilled."""
 
     @property
-    def num_queued(self) -> int:
-        """Slots in use: payloads decoded or being decoded, and not yet written."""
-        return self._num_queued
-
-    @property
     def num_applied(self) -> int:
         return self._num_applied
-
-    @property
-    def staged_nbytes(self) -> int:
-        return self._staged_nbytes
 
     @property
     def is_drained(self) -> bool:
