@@ -161,18 +161,13 @@ class Mailbox:
             poll_s = min(max(self._settings.first_poll_s, (now_s - start_s) / _LATENESS), self._settings.max_poll_s)
             self._clock.sleep(min(poll_s, end_s - now_s))
 
-    def take_next(self) -> Mail | None:
-        """The message after the one given out last, from its sender, if it is there by now. Others are left for ``take``.
-
-        Its key is known beforehand, so this is one request, where ``take`` needs a listing first: half the round trips. A
-        message is missed whose sender began anew, or failed to leave the one in between.
-        """
-        parts = self.following
-        return None if parts is None else self.take_read(parts, self.read(parts))
-
     @property
     def following(self) -> MailKey | None:
-        """What the message after the one given out last will be called; None if that is not known."""
+        """What the message after the one given out last will be called; None if that is not known.
+
+        With ``read`` and ``take_read`` that is one request, where ``take`` needs a listing first: half the round trips. A message
+        is missed whose sender began anew, or failed to leave the one in between.
+        """
         latest = self._latest
         if latest is None:
             return None
