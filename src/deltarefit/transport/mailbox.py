@@ -165,8 +165,8 @@ class Mailbox:
     def following(self) -> MailKey | None:
         """What the message after the one given out last will be called; None if that is not known.
 
-        With ``read`` and ``take_read`` that is one request, where ``take`` needs a listing first: half the round trips. A message
-        is missed whose sender began anew, or failed to leave the one in between.
+        With ``read`` and ``take_read`` that is one request, where ``take`` needs a listing first: half the round trips. A
+        message is missed whose sender began anew, or failed to leave the one in between.
         """
         latest = self._latest
         if latest is None:
