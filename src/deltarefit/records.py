@@ -45,10 +45,22 @@ class LocationForm(IntEnum):
     """One byte a gap; 255 means 'add 255 and go on'. A gap counts the unchanged elements since the one before."""
     WIDE2 = 2
     """Gaps as two-byte words, split into byte planes, low first."""
+    SHORT_GAPS = 3
+    """One byte a gap; 85 means 'add 85 and go on', and no byte is above it. Short gaps compress better than as GAPS."""
     WIDE4 = 4
     """Gaps as four-byte words, split into byte planes, low first."""
     WIDE8 = 8
     """Gaps as eight-byte words, split into byte planes, low first."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one location word, each with a plane of its own; 0 for RUN, which has none."""
+        return 1 if self is LocationForm.SHORT_GAPS else int(self)
+
+    @property
+    def escape(self) -> int:
+        """The byte that adds itself to a gap and goes on; 0 for forms that have none."""
+        return {LocationForm.GAPS: 255, LocationForm.SHORT_GAPS: 85}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,11 +104,12 @@ class CodedItem:
     encoding: Encoding
     location_form: LocationForm
     start: int
-    """First flat index of a RUN; 0 for the other forms."""
+    """Flat index of the first changed element, in every form."""
     count: int
     """Changed elements, at least 1."""
     location_planes: tuple[Plane, ...]
-    """() for RUN; one byte stream for GAPS (``count`` bytes, one more per 255 skipped); else 2, 4 or 8 planes of ``count``."""
+    """() for RUN; one byte stream for GAPS and SHORT_GAPS (``count`` bytes, and one for each escape); else 2, 4 or 8 planes of
+    ``count`` bytes. The first gap is 0: ``start`` says where it ends."""
     value_planes: tuple[Plane, ...]
     """As many planes as an element has bytes, each of ``count`` bytes, low byte first."""
 

@@ -92,6 +92,10 @@ def test_codes_in_item_columns_are_the_enums():
     assert meaning["location_form"] == ", ".join(f"{int(code)} {code.name}" for code in LocationForm)
     forms = [(name, int(code), int(nbytes)) for name, code, nbytes, _ in _table("form", "code", "bytes", "meaning")]
     assert forms == [(form.name, int(form), layout.LOCATION_NBYTES.get(form, 0)) for form in LocationForm]
+    texts = {name: text for name, _, _, text in _table("form", "code", "bytes", "meaning")}
+    for form in (form for form in LocationForm if form.escape):
+        assert texts[form.name].startswith(f"a byte below {form.escape} ends a gap; {form.escape} adds {form.escape} to it")
+        assert texts[form.name].endswith(f"`{bytes([form.escape] * (255 // form.escape) + [0]).hex(' ')}`")
     encodings = [(name, int(code)) for name, code, _ in _table("encoding", "code", "word")]
     assert encodings == [(encoding.name, int(encoding)) for encoding in Encoding]
 

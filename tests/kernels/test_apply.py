@@ -1,5 +1,7 @@
 """Apply changes exactly the named elements, through any pieces, on every instruction set; nothing else is written."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from kernel_cases import COMPILED, Guarded, box_pieces, contiguous, flat_indices
 from deltarefit import kernels
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.kernels import Isa
+from deltarefit.kernels.coding import code_locations, gaps_of
 from deltarefit.pieces import Cast, Piece, whole
-from deltarefit.records import DeltaRecords, Encoding
+from deltarefit.records import DeltaRecords, Encoding, LocationForm
 
 ALL = [Isa.NUMPY, *COMPILED]
 
@@ -94,10 +97,13 @@ def test_long_items_in_every_form(isa, density):
     chosen[:: 255 * 9] |= density > 0.0005
     new[chosen] += np.uint16(rng.integers(1, 100))
     for encoding in Encoding:
-        result = kernels.scan(shard.spec, new, old, shard.pieces, encoding)
-        got = old.copy()
-        assert kernels.apply_item(got, shard.pieces, result.item, isa=isa) == result.item.count
-        assert np.array_equal(got, new)
+        item = kernels.scan(shard.spec, new, old, shard.pieces, encoding).item
+        gaps = gaps_of(kernels.decode_positions(item))
+        for form in {item.location_form, LocationForm.GAPS, LocationForm.SHORT_GAPS, LocationForm.WIDE4}:
+            got = old.copy()
+            coded = replace(item, location_form=form, location_planes=code_locations(gaps, form))
+            assert kernels.apply_item(got, shard.pieces, coded, isa=isa) == item.count
+            assert np.array_equal(got, new)
 
 
 @pytest.mark.parametrize("isa", ALL)

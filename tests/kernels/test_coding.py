@@ -11,8 +11,18 @@ from kernel_cases import COMPILED, DTYPES, random_words
 from deltarefit import kernels
 from deltarefit.canonical import WORDS, TensorSpec
 from deltarefit.errors import PayloadInvalidError, RejectedError
-from deltarefit.kernels import Isa
-from deltarefit.kernels.coding import code_locations, gaps_of, join_planes, split_planes, unzigzag, zigzag
+from deltarefit.kernels import Isa, native, twins
+from deltarefit.kernels.coding import (
+    GapTotals,
+    code_locations,
+    gaps_of,
+    join_planes,
+    smallest_form,
+    split_planes,
+    totals_of,
+    unzigzag,
+    zigzag,
+)
 from deltarefit.pieces import Piece, whole
 from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm
 
@@ -48,7 +58,13 @@ def test_zigzag_and_planes_round_trip(width, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    gaps=st.lists(st.one_of(st.integers(0, 3), st.integers(250, 260), st.integers(500, 70_000)), min_size=1, max_size=40),
+    gaps=st.lists(
+        st.one_of(
+            st.integers(0, 3), st.integers(83, 87), st.integers(168, 172), st.integers(250, 260), st.integers(500, 70_000)
+        ),
+        min_size=1,
+        max_size=40,
+    ),
     width=st.sampled_from([1, 2, 4, 8]),
     encoding=st.sampled_from(list(Encoding)),
 )
@@ -63,8 +79,14 @@ def test_any_records_round_trip(gaps, width, encoding):
     for form in LocationForm:
         if form is LocationForm.RUN or (form is LocationForm.WIDE2 and max(gaps) > 65535):
             continue
-        other = replace(coded, location_form=form, start=0, location_planes=code_locations(gaps_of(index), form))
+        other = replace(coded, location_form=form, location_planes=code_locations(gaps_of(index), form))
         assert np.array_equal(kernels.decode_positions(other), index)
+        whole_tensor = Piece(whole((spec.num_elements,)), whole((spec.num_elements,)))
+        for isa in ALL:
+            storage = np.zeros(spec.num_elements, spec.word_dtype)
+            applied = kernels.apply_item(storage, (whole_tensor,), replace(other, encoding=Encoding.OVERWRITE), isa=isa)
+            assert applied == index.size
+            assert np.array_equal(storage[index], kernels.decode_values(replace(other, encoding=Encoding.OVERWRITE)))
         assert sum(p.size for p in coded.location_planes) <= sum(p.size for p in other.location_planes)
 
 
@@ -93,26 +115,45 @@ BAD = {
     "run past the end": item(LocationForm.RUN, 10, [], start=991),
     "run before the start": item(LocationForm.RUN, 10, [], start=-1),
     "run with locations": item(LocationForm.RUN, 2, [[0, 0]]),
-    "gaps with a start": item(LocationForm.GAPS, 2, [[1, 1]], start=4),
+    "gaps before the start": item(LocationForm.GAPS, 2, [[0, 1]], start=-1),
+    "gaps from too late a start": item(LocationForm.GAPS, 2, [[0, 0]], start=999),
+    "first gap": item(LocationForm.GAPS, 2, [[1, 1]]),
+    "first gap behind an escape": item(LocationForm.GAPS, 2, [[255, 0, 1]]),
     "gaps without a plane": item(LocationForm.GAPS, 2, []),
-    "gaps with two planes": item(LocationForm.GAPS, 2, [[1, 1], [0, 0]]),
-    "too few gap bytes": item(LocationForm.GAPS, 3, [[1, 1]]),
-    "too many gaps": item(LocationForm.GAPS, 2, [[1, 1, 1]]),
-    "too few gaps among escapes": item(LocationForm.GAPS, 2, [[255, 1]]),
-    "ends in an escape": item(LocationForm.GAPS, 2, [[1, 1, 255]]),
-    "gaps leave the tensor": item(LocationForm.GAPS, 2, [[255, 255, 255, 234, 0]]),
-    "one gap too far": item(LocationForm.GAPS, 1, [[255, 255, 255, 235]]),
-    "one wide plane missing": item(LocationForm.WIDE2, 2, [[1, 1]]),
-    "wide planes too short": item(LocationForm.WIDE2, 2, [[1], [0]]),
-    "wide planes too long": item(LocationForm.WIDE2, 2, [[1, 1, 1], [0, 0, 0]]),
-    "wide gaps leave the tensor": item(LocationForm.WIDE2, 2, [[0xE7, 0], [3, 0]]),
-    "wide gap of 2^64 - 1": item(LocationForm.WIDE8, 2, [[1, 255]] + [[0, 255]] * 7),
-    "wide gaps that wrap to small": item(LocationForm.WIDE8, 2, [[1, 0]] + [[0, 0]] * 6 + [[0, 0x80]]),
-    "wide gap of 2^32": item(LocationForm.WIDE8, 2, [[1, 0]] + [[0, 0]] * 3 + [[0, 1]] + [[0, 0]] * 3),
+    "gaps with two planes": item(LocationForm.GAPS, 2, [[0, 1], [0, 0]]),
+    "too few gap bytes": item(LocationForm.GAPS, 3, [[0, 1]]),
+    "too many gaps": item(LocationForm.GAPS, 2, [[0, 1, 1]]),
+    "too few gaps among escapes": item(LocationForm.GAPS, 3, [[0, 255, 1]]),
+    "ends in an escape": item(LocationForm.GAPS, 2, [[0, 1, 255]]),
+    "gaps leave the tensor": item(LocationForm.GAPS, 3, [[0, 255, 255, 255, 234, 0]]),
+    "one gap too far": item(LocationForm.GAPS, 2, [[0, 255, 255, 255, 234]]),
+    "one gap too far from the start": item(LocationForm.GAPS, 2, [[0, 255, 255, 255, 0]], start=234),
+    "byte above the short escape": item(LocationForm.SHORT_GAPS, 2, [[0, 86]]),
+    "byte of 255 in short gaps": item(LocationForm.SHORT_GAPS, 2, [[0, 255, 1]]),
+    "first short gap": item(LocationForm.SHORT_GAPS, 2, [[1, 1]]),
+    "short gaps from too late a start": item(LocationForm.SHORT_GAPS, 2, [[0, 0]], start=999),
+    "too many short gaps": item(LocationForm.SHORT_GAPS, 2, [[0, 85, 1, 1]]),
+    "too few short gaps": item(LocationForm.SHORT_GAPS, 3, [[0, 85, 1]]),
+    "short gaps end in an escape": item(LocationForm.SHORT_GAPS, 2, [[0, 1, 85]]),
+    "one short gap too far": item(LocationForm.SHORT_GAPS, 2, [[0] + [85] * 11 + [64]]),
+    "one short gap too far from the start": item(LocationForm.SHORT_GAPS, 2, [[0] + [85] * 11 + [0]], start=64),
+    "one wide plane missing": item(LocationForm.WIDE2, 2, [[0, 1]]),
+    "wide planes too short": item(LocationForm.WIDE2, 2, [[0], [0]]),
+    "wide planes too long": item(LocationForm.WIDE2, 2, [[0, 1, 1], [0, 0, 0]]),
+    "first wide gap": item(LocationForm.WIDE2, 2, [[0, 0], [1, 0]]),
+    "wide gaps leave the tensor": item(LocationForm.WIDE2, 2, [[0, 0xE7], [0, 3]]),
+    "one wide gap too far from the start": item(LocationForm.WIDE2, 2, [[0, 0], [0, 3]], start=231),
+    "wide gaps from too late a start": item(LocationForm.WIDE2, 2, [[0, 0], [0, 0]], start=999),
+    "wide gap of 2^64 - 1": item(LocationForm.WIDE8, 2, [[0, 255]] + [[0, 255]] * 7),
+    "wide gaps that wrap to small": item(LocationForm.WIDE8, 2, [[0, 0]] + [[0, 0]] * 6 + [[0, 0x80]]),
+    "wide gap of 2^32": item(LocationForm.WIDE8, 2, [[0, 0]] + [[0, 0]] * 3 + [[0, 1]] + [[0, 0]] * 3),
     "values too short": replace(item(LocationForm.RUN, 4, []), value_planes=(np.ones(3, np.uint8), np.ones(4, np.uint8))),
     "a value plane missing": replace(item(LocationForm.RUN, 4, []), value_planes=(np.ones(4, np.uint8),)),
     "planes of words": replace(item(LocationForm.RUN, 4, []), value_planes=(np.ones(4, np.uint16), np.ones(4, np.uint16))),
 }
+for _form in LocationForm:
+    for _start in (2**64 - 1, 2**64 - 2, 2**63, 2**63 - 1):  # the second is one that 64 bits wrap to an end of 0
+        BAD[f"{_form.name} from {_start}"] = item(_form, 2, [[0, 0]] * _form.width, start=_start)
 
 
 @pytest.mark.parametrize("isa", ALL)
@@ -141,10 +182,12 @@ def test_values_of_lying_columns_are_refused(name):
 @given(
     form=st.sampled_from(list(LocationForm)),
     planes=st.lists(st.binary(max_size=12), max_size=8),
+    first_is_zero=st.booleans(),
     count=st.integers(0, 12),
-    start=st.integers(-2, 1002),
+    start=st.one_of(st.integers(-2, 1002), st.integers(2**63 - 2, 2**64 - 1)),
 )
-def test_arbitrary_columns_never_write_outside(isa, form, planes, count, start):
+def test_arbitrary_columns_never_write_outside(isa, form, planes, first_is_zero, count, start):
+    planes = [b"\0" + plane if first_is_zero else plane for plane in planes]
     lied = item(form, count, [list(plane) for plane in planes], start=start)
     storage = np.zeros(1000, np.uint16)
     try:
@@ -155,19 +198,84 @@ def test_arbitrary_columns_never_write_outside(isa, form, planes, count, start):
 
 
 @settings(max_examples=60, deadline=None)
-@given(plane=st.lists(st.one_of(st.just(255), st.integers(0, 255)), max_size=700), step=st.sampled_from([1, 2]))
-def test_totals_of_a_plane_agree(plane, step):
+@given(
+    plane=st.lists(st.one_of(st.sampled_from([85, 255]), st.integers(0, 255)), max_size=700),
+    step=st.sampled_from([1, 2]),
+    escape=st.sampled_from([85, 255]),
+)
+def test_totals_of_a_plane_agree(plane, step, escape):
     bytes_ = np.array(plane, np.uint8)[::step]
-    expected = (sum(bytes_.tolist()), bytes_.tolist().count(255))
-    assert [kernels.plane_totals(bytes_, isa=isa) for isa in ALL] == [expected] * len(ALL)
+    expected = (sum(bytes_.tolist()), bytes_.tolist().count(escape), max(bytes_.tolist(), default=0))
+    assert [kernels.plane_totals(bytes_, escape, isa=isa) for isa in ALL] == [expected] * len(ALL)
 
 
 def test_totals_of_a_long_plane_do_not_overflow():
     plane = np.full(2**25 + 3, 254, np.uint8)
     plane[-1] = 255
-    assert {kernels.plane_totals(plane, isa=isa) for isa in ALL} == {(254 * (2**25 + 2) + 255, 1)}
+    assert {kernels.plane_totals(plane, 255, isa=isa) for isa in ALL} == {(254 * (2**25 + 2) + 255, 1, 255)}
 
 
 def test_totals_are_of_flat_bytes():
     with pytest.raises(RejectedError, match="expected flat bytes, got uint16"):
-        kernels.plane_totals(np.zeros(3, np.uint16))
+        kernels.plane_totals(np.zeros(3, np.uint16), 255)
+
+
+def _shortened(plane: np.ndarray, spare: int, isa: Isa) -> np.ndarray:
+    if isa is Isa.NUMPY:
+        return twins.shorten_gaps(plane)
+    room = np.full(plane.size + spare, 0xA5, np.uint8)
+    room[: plane.size] = plane
+    return native.shorten_gaps(room, plane.size, isa)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    gaps=st.lists(
+        st.one_of(st.integers(0, 84), st.integers(0, 84), st.integers(83, 87), st.integers(168, 172), st.integers(250, 800)),
+        min_size=1,
+        max_size=400,
+    ),
+    repeats=st.integers(1, 4),
+    spare=st.sampled_from([0, 1, 40, 1000]),
+)
+def test_gaps_are_shortened_byte_by_byte(gaps, repeats, spare):
+    """In memory that is too small, that is just right or that has more than enough."""
+    gaps = np.array(gaps * repeats, np.int64)
+    (plane,), (expected,) = (code_locations(gaps, form) for form in (LocationForm.GAPS, LocationForm.SHORT_GAPS))
+    for isa in ALL:
+        assert np.array_equal(_shortened(plane, spare, isa), expected)
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("rate", [0.0005, 0.01, 0.03, 0.08, 0.9])
+def test_long_planes_are_shortened(isa, rate):
+    for seed, count in enumerate((31, 32, 33, 4096, 100_003)):
+        gaps = np.random.default_rng(seed).geometric(rate, count) - 1
+        (plane,), (expected,) = (code_locations(gaps, form) for form in (LocationForm.GAPS, LocationForm.SHORT_GAPS))
+        assert np.array_equal(_shortened(plane, 0, isa), expected)
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize(
+    "plane", [[], [255], [255] * 300, [0] * 300, [84] * 300, [85] * 300, [169] * 300, [170] * 300, [254] * 300]
+)
+def test_planes_of_one_byte_are_shortened(isa, plane):
+    expected = [out for byte in plane for out in [85] * (byte // 85) + [byte % 85] * (byte != 255)]
+    assert _shortened(np.array(plane, np.uint8), 7, isa).tolist() == expected
+
+
+def _uniform(rate: float, count: int) -> GapTotals:
+    gaps = np.random.default_rng(2).geometric(rate, count) - 1
+    gaps[0] = 0
+    return totals_of(gaps)
+
+
+def test_short_gaps_where_they_compress_better():
+    """Measured on uniform positions: SHORT_GAPS wins from a mean gap of 46 down."""
+    assert smallest_form(_uniform(0.022, 100_000)) is LocationForm.GAPS
+    assert smallest_form(_uniform(0.026, 100_000)) is LocationForm.SHORT_GAPS
+    assert smallest_form(_uniform(0.3, 100_000)) is LocationForm.SHORT_GAPS
+    assert smallest_form(_uniform(0.05, 4095)) is LocationForm.GAPS, "a plane of its own costs more than so few gain"
+    assert smallest_form(_uniform(0.05, 4096)) is LocationForm.SHORT_GAPS
+    bursts = np.tile(np.array([0] * 7 + [200, 500], np.int64), 2000)
+    assert smallest_form(totals_of(bursts[1:])) is LocationForm.GAPS

@@ -18,7 +18,11 @@ import numpy as np
 sys.path.insert(0, sys.argv[1])
 from kernel_cases import COMPILED, changed_words, random_words, shards
 from deltarefit import kernels
-from deltarefit.records import Encoding
+from deltarefit.canonical import TensorSpec
+from deltarefit.kernels.coding import code_locations, decode_gaps
+from deltarefit.kernels.library import address, library
+from deltarefit.pieces import Piece, whole
+from deltarefit.records import CodedItem, Encoding, LocationForm
 
 libc = ctypes.CDLL(None, use_errno=True)
 PAGE = mmap.PAGESIZE
@@ -68,6 +72,24 @@ for width in (1, 2, 4, 8):
                     kernels.apply_item(target, shard.pieces, fenced_item, isa=isa)
                 assert kernels.digest(storage, shard.pieces, isa=isa) == kernels.digest(target, shard.pieces, isa=isa)
                 kernels.commit_many([(baseline, storage, kernels.PieceTable(shard.pieces), '')], isa=isa)
+gaps = rng.geometric(0.03, 5_000) - 1
+gaps[0] = 0
+(plane,) = code_locations(gaps, LocationForm.GAPS)
+for isa in COMPILED:
+    for at_end in (False, True):
+        nbytes = library().deltarefit_shortened_nbytes(address(fenced(plane, at_end)), plane.size, isa)
+        short = fenced(np.zeros(nbytes, np.uint8), at_end)
+        short[: plane.size] = plane
+        library().deltarefit_shorten_gaps(address(short), plane.size, nbytes, isa)
+        assert np.array_equal(decode_gaps([short], LocationForm.SHORT_GAPS), gaps)
+        count = gaps.size
+        spec = TensorSpec('short', 'U8', (int(gaps.sum()) + count,))
+        pieces = (Piece(whole(spec.shape), whole(spec.shape)),)
+        item = CodedItem(
+            spec, Encoding.OVERWRITE, LocationForm.SHORT_GAPS, 0, count, (short,), (fenced(np.ones(count, np.uint8), at_end),)
+        )
+        target = fenced(np.zeros(spec.num_elements, np.uint8), at_end)
+        assert kernels.apply_item(target, pieces, item, isa=isa) == count
 print('kept', len(kept))
 """
 

@@ -148,7 +148,7 @@ def test_output_grows_past_its_first_room(isa):
     steps = np.concatenate([np.arange(0, 500_000, 7), np.arange(500_000, 1_200_000, 2), np.arange(1_200_000, 1_500_000, 900)])
     new[steps] += np.uint16(1)
     result = kernels.scan(shard.spec, new, old, shard.pieces, Encoding.DIFFERENCE, isa=isa)
-    assert result.item.location_form is LocationForm.GAPS
+    assert result.item.location_form is LocationForm.SHORT_GAPS
     assert np.array_equal(kernels.decode_positions(result.item), steps)
     assert result.item.value_planes[0].size == steps.size
     assert (result.item.value_planes[0] == 2).all()
@@ -164,8 +164,12 @@ def test_output_grows_past_its_first_room(isa):
         (range(0, 300_000, 200), LocationForm.GAPS),
         (range(0, 300_000, 700), LocationForm.WIDE2),
         ([0, 70_000, 299_999], LocationForm.WIDE4),
-        ([299_995, 299_999], LocationForm.WIDE4),
-        ([*range(0, 200_000, 3), 299_999], LocationForm.GAPS),
+        ([299_995, 299_999], LocationForm.GAPS),
+        (range(290_000, 300_000, 200), LocationForm.GAPS),
+        ([*range(0, 200_000, 3), 299_999], LocationForm.SHORT_GAPS),
+        (range(0, 300_000, 30), LocationForm.SHORT_GAPS),
+        (range(0, 300_000, 50), LocationForm.GAPS),
+        (range(0, 100_000, 30), LocationForm.GAPS),
         ([*range(0, 3_000, 3), *range(3_000, 300_000, 1_000)], LocationForm.GAPS),
         ([*range(0, 300, 3), *range(3_000, 300_000, 1_000)], LocationForm.WIDE2),
     ],
@@ -177,7 +181,20 @@ def test_location_form_is_the_smallest(isa, changed, form):
     new[list(changed)] = 7
     result = kernels.scan(shard.spec, new, old, shard.pieces, Encoding.OVERWRITE, isa=isa)
     assert result.item.location_form is form
+    assert result.item.start == changed[0]
     assert np.array_equal(kernels.decode_positions(result.item), list(changed))
+
+
+@pytest.mark.parametrize("isa", ALL)
+def test_gaps_that_were_widened_on_the_way_may_be_short_in_the_end(isa):
+    changed = [0, *range(2_200_000, 3_400_000, 2)]
+    shard = contiguous(1, 3_400_000)
+    old = np.zeros(3_400_000, np.uint8)
+    new = old.copy()
+    new[changed] = 7
+    item = kernels.scan(shard.spec, new, old, shard.pieces, Encoding.OVERWRITE, isa=isa).item
+    assert item.location_form is LocationForm.SHORT_GAPS
+    assert np.array_equal(kernels.decode_positions(item), changed)
 
 
 @pytest.mark.parametrize("isa", ALL)
@@ -243,7 +260,7 @@ def test_flat_indices_beyond_32_bits(isa):
     new = old.copy()
     new[[3, 4000]] = 5
     result = kernels.scan(spec, new, old, pieces, Encoding.DIFFERENCE, isa=isa)
-    assert result.item.location_form is LocationForm.WIDE8
+    assert (result.item.location_form, result.item.start) == (LocationForm.WIDE2, 2**40 - 4093)
     assert kernels.decode_positions(result.item).tolist() == [2**40 - 4093, 2**40 - 96]
     got = old.copy()
     assert kernels.apply_item(got, pieces, result.item, isa=isa) == 2

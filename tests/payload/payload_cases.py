@@ -54,13 +54,15 @@ def item(spec, positions, words, encoding=Encoding.OVERWRITE, form=LocationForm.
     positions = np.asarray(positions, np.int64)
     words = np.asarray(words, dtype=spec.word_dtype)
     values = planes_of(zigzag(words, nbytes) if encoding is Encoding.DIFFERENCE else words, nbytes)
-    gaps = np.diff(positions, prepend=-1) - 1
-    start = 0
+    start = int(positions[0])
+    gaps = np.diff(positions, prepend=start - 1) - 1
+    escape = {LocationForm.GAPS: 255, LocationForm.SHORT_GAPS: 85}.get(form)
     if form is LocationForm.RUN:
-        locations, start = (), int(positions[0])
+        locations = ()
         assert np.array_equal(positions, np.arange(start, start + positions.size))
-    elif form is LocationForm.GAPS:
-        locations = (np.frombuffer(b"".join(b"\xff" * (gap // 255) + bytes([gap % 255]) for gap in gaps.tolist()), np.uint8),)
+    elif escape:
+        coded = b"".join(bytes([escape]) * (gap // escape) + bytes([gap % escape]) for gap in gaps.tolist())
+        locations = (np.frombuffer(coded, np.uint8),)
     else:
         width = LOCATION_NBYTES[form]
         assert width == 8 or gaps.max() < 2 ** (8 * width)
@@ -82,11 +84,11 @@ def as_plain(coded):
 
 
 def sample_items():
-    """Every encoding, four location forms, widths 1, 2, 4 and 8, rank 0 and two interleaving shards of one tensor."""
+    """Every encoding, five location forms, widths 1, 2, 4 and 8, rank 0 and two interleaving shards of one tensor."""
     embed = TensorSpec("model.embed.weight", "BF16", (64, 32))
     return [
         item(embed, [2, 5, 8, 600, 2047], [1, 0xFFFF, 3, 0x8000, 7], Encoding.DIFFERENCE),
-        item(embed, [3, 4, 700], [2, 2, 2], Encoding.DIFFERENCE),
+        item(embed, [3, 4, 700], [2, 2, 2], Encoding.DIFFERENCE, LocationForm.SHORT_GAPS),
         item(
             TensorSpec("model.norm.weight", "F32", (16,)),
             range(3, 9),
@@ -239,10 +241,10 @@ def items_of(draw, spec):
     last = spec.num_elements - 1
     positions = sorted(draw(st.sets(st.integers(0, last), min_size=1, max_size=30)))
     encoding = draw(st.sampled_from(list(Encoding)))
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = np.diff(positions, prepend=positions[0] - 1) - 1
     forms = [LocationForm.WIDE8]
     if gaps.max() < 10_000:
-        forms.append(LocationForm.GAPS)
+        forms += [LocationForm.GAPS, LocationForm.SHORT_GAPS]
     forms += [form for form, bits in ((LocationForm.WIDE2, 16), (LocationForm.WIDE4, 32)) if gaps.max() < 2**bits]
     if draw(st.booleans()):
         start = draw(st.integers(0, last))

@@ -99,16 +99,16 @@ REFUSALS = {
     "too-large": lambda: (sample(), {"limits": Limits(payload_nbytes=1000)}, "Limits.payload_nbytes"),
     "too-short": lambda: (sample()[: HEADER.size - 1], {}, "163 bytes, expected at least the 164"),
     "magic": lambda: (sealed(b"PK\x03\x04" + sample()[4:]), {}, "this is no payload"),
-    "format-version": lambda: (set_field(sample(), "format_version", 2), {}, "format version 2, this build reads 1"),
+    "format-version": lambda: (set_field(sample(), "format_version", 1), {}, "format version 1, this build reads 2"),
     "flags": lambda: (set_field(sample(), "flags", 2), {}, "flags 0x0002"),
     "attempt": lambda: (set_field(sample(), "attempt", b"a\0b"), {}, "expected an attempt id"),
     "versions": lambda: (set_field(sample(), "base_version", 8), {}, "base version 8 is above target version 7"),
     "length": lambda: (sealed(sample()[:-1]), {}, "cut off, or something follows"),
     "num-items": lambda: (set_field(sample(), "num_items", 0), {}, "0 items, expected 1 to 131072"),
-    "num-planes": lambda: (set_field(sample(), "num_planes", 61), {}, "61 planes, expected 1 to 60"),
+    "num-planes": lambda: (set_field(sample(), "num_planes", 62), {}, "62 planes, expected 1 to 61"),
     "table-size": lambda: (set_field(sample(), "table_nbytes", 6 * 30 - 1), {}, "an item table of 179 bytes for 6 items"),
     "layout": lambda: (_cut_rows(sample()), {}, "plane table and item table end at byte"),
-    "plane-unknown": lambda: (_row(0, 0, 3), {}, "no such plane"),
+    "plane-unknown": lambda: (_row(0, 0, 5), {}, "no such plane"),
     "plane-order": lambda: (_edited(lambda draft: draft.rows.insert(1, draft.rows.pop(0))), {}, "does not ascend"),
     "plane-empty": lambda: (_row(0, 4, 0), {}, "no bytes"),
     "plane-ratio": lambda: (_row(0, 4, 2**30), {}, "bytes of zstd cannot hold 1073741824"),
@@ -141,22 +141,31 @@ REFUSALS = {
         r"got model.norm.weight I32\[16\], the catalog has",
     ),
     "encoding": lambda: (_column("encoding", 0, 3), {}, r"encoding code 3, expected one of \[0, 1, 2\]"),
-    "location-form": lambda: (_column("location_form", 0, 3), {}, r"location form code 3, expected one of \[0, 1, 2, 4, 8\]"),
+    "location-form": lambda: (_column("location_form", 0, 5), {}, r"form code 5, expected one of \[0, 1, 2, 3, 4, 8\]"),
     "count": lambda: (_column("count", 5, 0), {}, "item 5 .*: 0 changed elements, expected 1 to 1"),
-    "run-end": lambda: (_column("start", 2, 11), {}, "item 2 .*: run from 11 to 16, the tensor has 16"),
-    "start": lambda: (_column("start", 0, 1), {}, "start 1 for GAPS locations, expected 0"),
+    "start": lambda: (_column("start", 0, 2044), {}, "item 0 .*: 5 elements from 2044 on, the tensor has 2048"),
     "location-size": lambda: (_column("location_nbytes", 3, 11), {}, "item 3 .*: 11 bytes of WIDE4 locations, expected 12"),
     "num-changed": lambda: (set_field(sample(), "num_changed", 21), {}, "items hold 20 elements, the header says 21"),
     "plane-mismatch": lambda: (_without_locations(), {}, "plane GAPS locations, 1 bytes wide, byte 0: 0 bytes stated"),
+    "gap-byte": lambda: (
+        _edited(lambda d: d.replace_plane(0, b"\0\x56\x0c"), _one((2, 100), LocationForm.SHORT_GAPS)),
+        {},
+        "a gap byte of 86, expected at most 85",
+    ),
     "gap-count": lambda: (
         _edited(lambda d: d.replace_plane(0, b"\xff\xff\x05"), _one()),
         {},
         "gaps give 1 positions, expected 2",
     ),
     "gap-escape": lambda: (
-        _edited(lambda d: d.replace_plane(0, b"\x02\x05\xff"), _one()),
+        _edited(lambda d: d.replace_plane(0, b"\0\x05\xff"), _one()),
         {},
         "end in the middle of an escape",
+    ),
+    "gap-first": lambda: (
+        _edited(lambda d: d.replace_plane(0, b"\x01\xff\x05"), _one()),
+        {},
+        "first gap is not 0, expected its first element at 2",
     ),
     "past-end": lambda: (_edited(lambda d: d.replace_plane(1, b"\0\4"), _one(form=LocationForm.WIDE2)), {}, "lead to element "),
     "tensor-twice": lambda: (encode(_twice(), **ID), {}, "tensor w: its items differ in dtype or shape"),
@@ -176,7 +185,7 @@ def _duplicate():
 
 def _plane_cases():
     """Further ways in which planes and items disagree."""
-    yield "missing", _without_locations(), "plane GAPS locations, 1 bytes wide, byte 0: 0 bytes stated, the items need 17"
+    yield "missing", _without_locations(), "plane GAPS locations, 1 bytes wide, byte 0: 0 bytes stated, the items need 12"
     extra = _one()
     extra.rows.append([18, 4, 0, 0, 2, 0])
     extra.frames.append(zstandard.compress(b"ab"))
@@ -206,7 +215,12 @@ def _table_cases():
         "2 changed elements, expected 1 to 1",
     )
     yield "count of 2^64 - 1", with_spec(lambda d: d.columns["count"].__setitem__(5, 2**64 - 1)), "expected 1 to 1"
-    yield "start of 2^64 - 1", with_spec(lambda d: d.columns["start"].__setitem__(2, 2**64 - 1)), "the tensor has 16 elements"
+    for number, count in enumerate((5, 3, 6, 3, 2, 1)):  # every form; the second is a start that a sum of 64 bits wraps to 0
+        for start in (2**64 - 1, 2**64 - count, 2**63, 2**63 - 1):
+            data = with_spec(lambda d, number=number, start=start: d.columns["start"].__setitem__(number, start))
+            yield f"start of {start} in item {number}", data, f"item {number} .*: {count} elements from {start} on"
+    after_end = with_spec(lambda d: d.columns["start"].__setitem__(2, 11))
+    yield "a run beyond the end", after_end, "item 2 .*: 6 elements from 11 on, the tensor has 16"
     yield (
         "locations of a run",
         with_spec(lambda d: d.columns["location_nbytes"].__setitem__(2, 1)),
@@ -216,16 +230,20 @@ def _table_cases():
     yield "too few gap bytes", few, "4 bytes of GAPS locations, expected 5 to 13"
     many = with_spec(lambda d: d.columns["location_nbytes"].__setitem__(0, 14))
     yield "more escapes than the tensor has elements for", many, "14 bytes of GAPS locations, expected 5 to 13"
+    short = with_spec(lambda d: d.columns["location_nbytes"].__setitem__(1, 28))
+    yield "more short escapes than it has", short, "28 bytes of SHORT_GAPS locations, expected 3 to 27"
+    later = with_spec(lambda d: (d.columns["start"].__setitem__(1, 2000), d.columns["location_nbytes"].__setitem__(1, 4)))
+    yield "more than it has from start on", later, "4 bytes of SHORT_GAPS locations, expected 3"
     yield "table cut", with_spec(lambda d: setattr(d, "table", d.table_bytes()[:-1])), "item table of 327 bytes"
 
 
 def _header_cases():
     yield "nothing", b"", "0 bytes, expected at least the 164"
     yield "items beyond the limit", set_field(sample(), "num_items", 131073), "131073 items, expected 1 to 131072"
-    yield "no planes", set_field(sample(), "num_planes", 0), "0 planes, expected 1 to 60"
+    yield "no planes", set_field(sample(), "num_planes", 0), "0 planes, expected 1 to 61"
     yield "table beyond the limit", set_field(sample(), "table_nbytes", 2**32 - 1), "an item table of 4294967295 bytes"
     yield "something behind", sealed(sample() + b"\0"), "cut off, or something follows"
-    yield "item table beyond the end", set_field(sample(), "table_frame_nbytes", 2**32 - 1), "the payload has 1051"
+    yield "item table beyond the end", set_field(sample(), "table_frame_nbytes", 2**32 - 1), "the payload has 1102"
     longer = _draft()
     longer.overrides["frame_nbytes"] = {3: 2**64 - 1}
     yield "planes beyond the end", longer.build(), "its parts end at byte"
@@ -246,6 +264,7 @@ def _plane_table_cases():
         ("byte number", 2, 1),
         ("zero byte", 3, 1),
         ("stream 0", 0, 0),
+        ("stream 5", 0, 5),
         ("stream 19", 0, 19),
     ):
         yield name, _row(0, column, value), "no such plane"
@@ -277,16 +296,28 @@ def _no_frame():
 
 
 def _location_cases():
-    def gaps(content, positions=(2, 500)):
-        draft = _one(positions)
+    def gaps(content, positions=(2, 500), form=LocationForm.GAPS):
+        draft = _one(positions, form)
         draft.replace_plane(0, content)
         return draft.build()
 
-    yield "one past the end", gaps(b"\x02" + b"\xff" * 3 + b"\xe8", (2, 1000 - 1)), "lead to element 1000, the tensor has 1000"
+    short = LocationForm.SHORT_GAPS
+    past = "lead to element 1000, the tensor has 1000"
+    yield "one past the end", gaps(b"\0" + b"\xff" * 3 + b"\xe8", (2, 999)), past
+    yield "one past the end, short", gaps(b"\0" + b"\x55" * 11 + b"\x3e", (2, 999), short), past
+    yield "one past the end, from start on", _edited(lambda d: d.columns["start"].__setitem__(0, 502), _one()), past
+    yield "byte of 255 in short gaps", gaps(b"\0\xff\x0c", (2, 100), short), "a gap byte of 255, expected at most 85"
+    yield "escape of GAPS in short gaps alone", gaps(b"\0\x55\xff", (2, 100), short), "a gap byte of 255, expected at most 85"
+    yield "short gaps of another number", gaps(b"\x55\x55\x05", (2, 100), short), "gaps give 1 positions, expected 2"
+    yield "short gaps end in an escape", gaps(b"\0\x05\x55", (2, 100), short), "end in the middle of an escape"
+    yield "first short gap", gaps(b"\x54\x55\x05", (2, 100), short), "first gap is not 0"
+    first = _one(form=LocationForm.WIDE2)
+    first.replace_plane(1, b"\1\1")
+    yield "first wide gap", first.build(), "first gap is not 0, expected its first element at 2"
     wide = Draft.of(encode([item(TensorSpec("w", "U8", (2**40,)), [5, 2**40 - 1], [1, 2], form=LocationForm.WIDE8)], **ID))
     for number in range(8):
-        wide.replace_plane(wide.plane(8, 8, number), b"\xff\xff")
-    yield "sums beyond 64 bits", wide.build(), f"lead to element {2 * (2**64 - 1) + 1}"
+        wide.replace_plane(wide.plane(8, 8, number), b"\0\xff")
+    yield "sums beyond 64 bits", wide.build(), f"lead to element {2**64 + 5}"
 
     def pair(first, second):
         return encode([first, second], **ID)
@@ -300,8 +331,14 @@ def _location_cases():
     wide2 = item(_SMALL, [5, 600], [1, 1], form=LocationForm.WIDE2)
     yield "between forms", pair(wide2, item(_SMALL, [600, 999], [1, 1])), "element 600 is addressed twice"
     yield "the same item again", pair(inside, inside), "element 2 is addressed twice"
-    escapes = item(_SMALL, [900, 950], [1, 1])
-    yield "first position behind escapes", pair(item(_SMALL, [0, 900], [1, 1]), escapes), "element 900 is addressed twice"
+    late = item(_SMALL, [900, 950], [1, 1])
+    yield (
+        "the first of one and the last of another",
+        pair(item(_SMALL, [0, 900], [1, 1]), late),
+        "element 900 is addressed twice",
+    )
+    shortened = item(_SMALL, [1, 200, 950], range(3), form=short)
+    yield "between gaps of two escapes", pair(shortened, late), "element 950 is addressed twice"
 
 
 FURTHER = [

@@ -68,7 +68,7 @@ def test_location_bytes_of_a_run_are_none():
 
 def test_streams_of_different_kind_never_share_a_plane():
     keys = [tuple(row[:3]) for row in Draft.of(sample()).rows]
-    locations = [(1, 1, 0), (2, 2, 0), (2, 2, 1), *((4, 4, n) for n in range(4))]
+    locations = [(1, 1, 0), (2, 2, 0), (2, 2, 1), (3, 1, 0), *((4, 4, n) for n in range(4))]
     values = [(16, 1, 0), *((16, 4, n) for n in range(4)), (17, 2, 0), (17, 2, 1), *((18, 8, n) for n in range(8))]
     assert keys == locations + values
 
@@ -194,12 +194,16 @@ _PLANE = np.zeros(2, np.uint8)
         {"count": 0},
         {"count": 17},
         {"count": 3},
-        {"start": 1},
+        {"start": 15},
+        {"start": -1},
+        {"start": 2**64 - 2},
         {"location_planes": ()},
         {"location_planes": (np.zeros(1, np.uint8),)},
         {"location_planes": (_PLANE, _PLANE)},
         {"location_planes": (_PLANE.astype(np.uint16),)},
         {"location_form": LocationForm.WIDE2},
+        {"location_form": LocationForm.SHORT_GAPS, "start": 15},
+        {"location_form": LocationForm.SHORT_GAPS, "location_planes": (np.zeros(1, np.uint8),)},
         {"location_form": LocationForm.RUN},
         {"location_form": LocationForm.RUN, "location_planes": (), "start": 15},
         {"location_form": LocationForm.RUN, "location_planes": (), "start": -1},

@@ -31,8 +31,8 @@ def test_refused_too(data, text):
 
 
 def test_refusals_name_the_payload_and_the_tensor():
-    data, arguments, _ = REFUSALS["run-end"]()
-    with pytest.raises(PayloadInvalidError, match=r"payload v000007-a1-k3j9/owner 3/payload 12: item 2 \(model.norm.weight\)"):
+    data, arguments, _ = REFUSALS["location-size"]()
+    with pytest.raises(PayloadInvalidError, match=r"payload v000007-a1-k3j9/owner 3/payload 12: item 3 \(model.bias\)"):
         decode(data, **arguments)
 
 

@@ -4,6 +4,7 @@ The bytes of published vectors never change: a decoder that no longer reads one 
 written out in the ``.json`` beside it, by hand here and not by decoding.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -45,18 +46,20 @@ def row(name, dtype, shape, encoding, form, positions, values):
 
 def every_dtype():
     """One tensor of each dtype, all encodings and forms in turn; extreme words at every width."""
-    forms = [LocationForm.GAPS, LocationForm.WIDE2, LocationForm.WIDE4, LocationForm.WIDE8]
+    forms = [form for form in LocationForm if form is not LocationForm.RUN]
     for number, (dtype, nbytes) in enumerate(DTYPE_NBYTES.items()):
         encoding = Encoding(number % 3)
         top = 2 ** (8 * nbytes - 1)
         values = [1, -1, -top, top - 1] if encoding is Encoding.DIFFERENCE else [1, 2 * top - 1, top, top - 1]
-        yield row(f"layers.{number}.w", dtype, [3, 200], encoding, forms[number % 4], [0, 255, 511, 599], values)
+        yield row(f"layers.{number}.w", dtype, [3, 200], encoding, forms[number % 5], [number, 255, 511, 599], values)
 
+
+EDGES = [*itertools.accumulate([0, 84, 85, 86, 169, 170, 254, 255, 256, 1000], lambda at, gap: at + gap + 1, initial=7)]
 
 # Name: header, key, items. Differences are signed here and modulo 2^w in the coder's input.
 VECTORS = {
     # Figure D.3 of the paper: A is one run, B has gaps 2, 2, 2.
-    "payload_v1_figure": (
+    "payload_v2_figure": (
         HEADER,
         None,
         [
@@ -64,9 +67,9 @@ VECTORS = {
             row("B", "BF16", [12], Encoding.OVERWRITE, LocationForm.GAPS, [2, 5, 8], [0x3F02, 0x8000, 0x7FC1]),
         ],
     ),
-    "payload_v1_dtypes": (HEADER | {"owner": 0, "sequence": 0, "base_version": 0, "target_version": 1}, None, [*every_dtype()]),
+    "payload_v2_dtypes": (HEADER | {"owner": 0, "sequence": 0, "base_version": 0, "target_version": 1}, None, [*every_dtype()]),
     # Tensors of the greatest numbers: 2^62 elements, 64-bit flat indices, rank 0.
-    "payload_v1_large": (
+    "payload_v2_large": (
         HEADER | {"owner": 2**32 - 1, "sequence": 2**32 - 1, "base_version": 2**64 - 2, "target_version": 2**64 - 1},
         None,
         [
@@ -75,7 +78,27 @@ VECTORS = {
             row("bytes", "U8", [1, 2**33], Encoding.OVERWRITE, LocationForm.RUN, [2**33 - 2, 2**33 - 1], [255, 0]),
         ],
     ),
-    "payload_v1_keyed": (
+    # SHORT_GAPS: gaps of 0, 84, 85, 86, 169, 170, 254, 255, 256 and 1000, and beside it the same as GAPS.
+    "payload_v2_short": (
+        HEADER,
+        None,
+        [
+            row("a", "BF16", [3000], Encoding.DIFFERENCE, LocationForm.SHORT_GAPS, EDGES, [1, -1] * 5 + [2]),
+            row("b", "BF16", [3000], Encoding.DIFFERENCE, LocationForm.GAPS, EDGES, [1, -1] * 5 + [2]),
+        ],
+    ),
+    # A shard far behind its tensor's first element, up to the last one.
+    "payload_v2_start": (
+        HEADER,
+        None,
+        [
+            row("a", "U8", [2**62], Encoding.XOR, LocationForm.GAPS, [2**62 - 301, 2**62 - 257, 2**62 - 1], [1, 2, 3]),
+            row("b", "U8", [2**62], Encoding.XOR, LocationForm.SHORT_GAPS, [2**62 - 86, 2**62 - 1], [4, 5]),
+            row("c", "U8", [2**62], Encoding.XOR, LocationForm.WIDE2, [2**61, 2**61 + 65536, 2**61 + 65537], [6, 7, 8]),
+            row("d", "U8", [2**40], Encoding.XOR, LocationForm.SHORT_GAPS, [87_000_000, 87_000_020], [9, 10]),
+        ],
+    ),
+    "payload_v2_keyed": (
         HEADER | {"sequence": 13},
         KEY,
         [

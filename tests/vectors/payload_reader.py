@@ -22,7 +22,7 @@ def read(data, key=b""):
     body = data[:16] + bytes(16) + data[32:]
     digest = hashlib.blake2b(body, digest_size=16, key=key, person=b"deltarefit/pay/1").digest()
     assert header["magic"] == b"\x89DRFP\r\n\x1a"
-    assert header["version"] == 1
+    assert header["version"] == 2
     assert header["digest"] == digest
     at = 164 + 20 * header["num_planes"]
     rows = list(struct.iter_unpack("<BBBBQQ", data[164:at]))
@@ -60,10 +60,11 @@ def read_item(row, planes):
             planes[stream, word_width, number] = plane[nbytes:]
         return [int.from_bytes(word, "little") for word in zip(*parts, strict=True)]
 
-    gaps = words(form, form, location_nbytes // form) if form else [start] + [0] * (count - 1)
-    positions, position = [], -1
+    word_width = {3: 1}.get(form, form)
+    gaps = words(form, word_width, location_nbytes // word_width) if form else [0] * count
+    positions, position = [], start - 1
     for gap in gaps:
-        is_escape = form == 1 and gap == 255
+        is_escape = gap == {1: 255, 3: 85}.get(form)
         position += gap + (not is_escape)
         if not is_escape:
             positions.append(position)

@@ -28,7 +28,7 @@ def _vector(name):
 
 
 def test_all_vectors_are_here():
-    assert NAMES == ["payload_v1_dtypes", "payload_v1_figure", "payload_v1_keyed", "payload_v1_large"]
+    assert [f"payload_v2_{name}" for name in ("dtypes", "figure", "keyed", "large", "short", "start")] == NAMES
 
 
 def test_the_reader_is_independent_and_short():

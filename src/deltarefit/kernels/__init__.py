@@ -19,11 +19,10 @@ from deltarefit.kernels.api import (
 )
 from deltarefit.kernels.batch import BoundDigest, PieceTable, PreparedApply, commit_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.coding import ESCAPE, code_records, decode_positions, decode_values
+from deltarefit.kernels.coding import code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 
 __all__ = [
-    "ESCAPE",
     "BoundDigest",
     "BoundPieces",
     "Isa",

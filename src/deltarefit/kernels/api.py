@@ -20,6 +20,7 @@ from deltarefit.kernels.checks import (
     normalise,
     total_elements,
 )
+from deltarefit.kernels.coding import PlaneTotals
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
@@ -193,9 +194,9 @@ def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | Non
     return native.digest_elements(flat_index, bits)
 
 
-def plane_totals(plane: Plane, *, isa: Isa | None = None) -> tuple[int, int]:
-    """Sum of the bytes of a plane of shape [n], and how many of them are escapes (255): what proves where gaps lead."""
+def plane_totals(plane: Plane, escape: int, *, isa: Isa | None = None) -> PlaneTotals:
+    """Sums over a plane of shape [n]: what proves how many gaps it has and where they lead."""
     if plane.dtype != np.uint8 or plane.ndim != 1:
         raise RejectedError(f"totals of a plane: expected flat bytes, got {plane.dtype} of {plane.shape}")
     chosen = resolve(isa)
-    return twins.plane_totals(plane) if chosen is Isa.NUMPY else native.plane_totals(plane, chosen)
+    return twins.plane_totals(plane, escape) if chosen is Isa.NUMPY else native.plane_totals(plane, escape, chosen)

@@ -19,10 +19,11 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 using i64 = int64_t;
 
-constexpr u32 ESCAPE = 255;  // a gap byte that means: add 255 and go on
+constexpr u32 ESCAPE = 255;  // a byte of GAPS that means: add 255 and go on
+constexpr u32 SHORT_ESCAPE = 85;  // the same in SHORT_GAPS, where no byte is above it
 
 enum Encoding { OVERWRITE = 0, DIFFERENCE = 1, XOR = 2 };
-enum Form { RUN = 0, GAPS = 1 };  // 2, 4 and 8 are the widths of wide gaps
+enum Form { RUN = 0, GAPS = 1, SHORT_GAPS = 3 };  // 2, 4 and 8 are the widths of wide gaps
 
 // Words may start at any byte (a memory-mapped file's tensor does), so every access goes through memcpy.
 template <class U>
@@ -291,7 +292,7 @@ struct ScanCall {
   i64 elements;           // of all pieces
   i64 width;              // bytes of an element
   i64 encoding;
-  i64 form;               // of the emitted locations; RUN: none are emitted
+  i64 form;               // of the emitted locations: RUN (none are emitted), GAPS or a wide form
   i64 everything;         // emit unchanged elements too
   i64 location_capacity;  // bytes in each location plane
   i64 value_capacity;     // bytes in each value plane
@@ -300,14 +301,19 @@ struct ScanCall {
   i64 count;              // elements emitted
   i64 location_nbytes;    // bytes emitted in each location plane
   i64 first;              // flat index of the first emitted element
-  i64 last;               // of the last one; -1 before
+  i64 last;               // of the last one
   i64 escapes;            // sum of gap / 255
   i64 max_gap;
-  i64 inner_gaps;         // nonzero once a gap after the first element was not 0
   i64 pending_gap;        // on SCAN_WIDEN_GAPS: the largest gap of the chunk that did not fit
   i64 pending_count;      // on SCAN_FULL: elements of the chunk that did not fit
   i64 pending_nbytes;     // and the bytes of each location plane that they need
   u64 lane0, lane1;       // digest change
+};
+
+struct PlaneTotals {
+  i64 sum;                // of a plane's bytes
+  i64 escapes;            // bytes that are the escape
+  i64 highest;            // byte; 0 if there is none
 };
 
 struct ApplyCall {

@@ -2,6 +2,7 @@
 //
 //   scan.inc    compare a shard with its baseline (detect.inc), emit locations and value planes of what differs (emit.inc)
 //   apply.inc   decode an item and change storage through pieces
+//   shorten.inc make gap bytes of one escape those of another
 //   digest.inc  the position-keyed digest over pieces
 //   common.h    types, digest keys, walkers over tables of pieces, the structures of each call
 //
@@ -29,6 +30,7 @@ namespace portable {
 #include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
+#include "shorten.inc"
 }  // namespace portable
 }  // namespace deltarefit
 #undef TARGET
@@ -43,6 +45,7 @@ namespace avx2 {
 #include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
+#include "shorten.inc"
 }  // namespace avx2
 }  // namespace deltarefit
 #undef TARGET
@@ -55,6 +58,7 @@ namespace avx512 {
 #include "digest.inc"
 #include "scan.inc"
 #include "apply.inc"
+#include "shorten.inc"
 }  // namespace avx512
 }  // namespace deltarefit
 #undef TARGET
@@ -109,7 +113,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; library.py refuses a library of another number.
-API i64 deltarefit_abi() { return 8; }
+API i64 deltarefit_abi() { return 9; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall)};
@@ -161,14 +165,34 @@ API u64 deltarefit_read_both(const u8* x, const u8* y, i64 nbytes, i64 isa) {
   return portable::read_both(x, y, nbytes);
 }
 
-// Sum of a plane's bytes, and how many of them are escapes: totals[0] and totals[1].
-API void deltarefit_plane_totals(const u8* plane, i64 n, i64 isa, i64* totals) {
+// A plane's PlaneTotals.
+API void deltarefit_plane_totals(const u8* plane, i64 n, i64 escape, i64 isa, PlaneTotals* totals) {
 #ifdef DELTAREFIT_X86
-  if (isa == 3) return avx512::plane_totals(plane, n, totals[0], totals[1]);
-  if (isa == 2) return avx2::plane_totals(plane, n, totals[0], totals[1]);
+  if (isa == 3) return void(*totals = avx512::plane_totals(plane, n, u8(escape)));
+  if (isa == 2) return void(*totals = avx2::plane_totals(plane, n, u8(escape)));
 #endif
   (void)isa;
-  portable::plane_totals(plane, n, totals[0], totals[1]);
+  *totals = portable::plane_totals(plane, n, u8(escape));
+}
+
+// Bytes that n bytes of GAPS take as SHORT_GAPS.
+API i64 deltarefit_shortened_nbytes(const u8* plane, i64 n, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::shortened_nbytes(plane, n);
+  if (isa == 2) return avx2::shortened_nbytes(plane, n);
+#endif
+  (void)isa;
+  return portable::shortened_nbytes(plane, n);
+}
+
+// Makes them SHORT_GAPS in place; `nbytes` is what the call above gives.
+API void deltarefit_shorten_gaps(u8* plane, i64 n, i64 nbytes, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::shorten_gaps(plane, n, nbytes);
+  if (isa == 2) return avx2::shorten_gaps(plane, n, nbytes);
+#endif
+  (void)isa;
+  portable::shorten_gaps(plane, n, nbytes);
 }
 
 // Elements changed, or a negative ApplyStatus, in which case nothing was written.

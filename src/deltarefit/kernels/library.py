@@ -19,7 +19,7 @@ from deltarefit.kernels.isa import Isa
 
 __all__ = ["ApplyCall", "CopyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
 
-_ABI = 8
+_ABI = 9
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class ScanCall(Structure):
         ("last", c_int64),
         ("escapes", c_int64),
         ("max_gap", c_int64),
-        ("inner_gaps", c_int64),
         ("pending_gap", c_int64),
         ("pending_count", c_int64),
         ("pending_nbytes", c_int64),
@@ -147,7 +146,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("apply_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("copy_many", None, (c_void_p, c_int64, c_void_p)),
         ("digest_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
-        ("plane_totals", None, (c_void_p, c_int64, c_int64, c_void_p)),
+        ("plane_totals", None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+        ("shortened_nbytes", c_int64, (c_void_p, c_int64, c_int64)),
+        ("shorten_gaps", None, (c_void_p, c_int64, c_int64, c_int64)),
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),
         ("digest_elements", None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),

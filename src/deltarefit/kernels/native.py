@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import widened_text
+from deltarefit.kernels.coding import PlaneTotals
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ApplyCall, DigestCall, address, library
 from deltarefit.pieces import Cast, Piece
@@ -30,6 +31,7 @@ __all__ = [
     "piece_table",
     "plane_totals",
     "read_both",
+    "shorten_gaps",
 ]
 
 Table = NDArray[np.int64]
@@ -147,12 +149,19 @@ def apply_call(call: ApplyCall, isa: Isa) -> int:
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
 
 
-def plane_totals(plane: Plane, isa: Isa) -> tuple[int, int]:
-    """Sum of a plane's bytes, and how many of them are escapes."""
+def plane_totals(plane: Plane, escape: int, isa: Isa) -> PlaneTotals:
     whole = np.ascontiguousarray(plane)
-    totals = np.zeros(2, np.int64)
-    library().deltarefit_plane_totals(address(whole), whole.size, isa, address(totals))
-    return int(totals[0]), int(totals[1])
+    totals = np.zeros(3, np.int64)
+    library().deltarefit_plane_totals(address(whole), whole.size, escape, isa, address(totals))
+    return PlaneTotals(*totals.tolist())
+
+
+def shorten_gaps(plane: Plane, nbytes: int, isa: Isa) -> Plane:
+    """The SHORT_GAPS of the GAPS in the first ``nbytes`` of a plane that owns its memory: in place, so that one is held."""
+    shortened_nbytes = library().deltarefit_shortened_nbytes(address(plane), nbytes, isa)
+    plane.resize(shortened_nbytes, refcheck=False)
+    library().deltarefit_shorten_gaps(address(plane), nbytes, shortened_nbytes, isa)
+    return plane
 
 
 def read_both(left: Words, right: Words, isa: Isa) -> None:

@@ -22,7 +22,7 @@ from deltarefit.kernels.coding import (
 )
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ScanCall, address, library
-from deltarefit.kernels.native import is_strided, piece_table
+from deltarefit.kernels.native import is_strided, piece_table, shorten_gaps
 from deltarefit.kernels.twins import is_contiguous
 from deltarefit.pieces import Piece
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
@@ -72,7 +72,6 @@ class _Scan:
             width=spec.element_nbytes,
             encoding=encoding,
             everything=everything,
-            last=-1,
         )
 
     @property
@@ -82,7 +81,7 @@ class _Scan:
     @property
     def _totals(self) -> GapTotals:
         call = self._call
-        return GapTotals(call.count, call.escapes, call.max_gap, is_run=call.inner_gaps == 0)
+        return GapTotals(call.count, call.escapes, call.max_gap, reach=call.last + 1 - call.first - call.count)
 
     def finish(self, *, stop_when_dense: bool) -> bool:
         """Scan to the end. False if it was given up because the dense form is certain to be smaller."""
@@ -104,21 +103,25 @@ class _Scan:
         call = self._call
         if not call.count:
             return None
-        form = LocationForm.RUN if self._form is LocationForm.RUN else smallest_form(self._totals)
-        locations: tuple[Plane, ...] = ()
-        if form is not LocationForm.RUN:
-            locations = tuple(_trimmed(plane, call.location_nbytes) for plane in self._locations)
-            if form is not self._form:
-                locations = code_locations(decode_gaps(locations, self._form), form)
+        form = smallest_form(self._totals)
         return CodedItem(
             spec=self._spec,
             encoding=self._encoding,
             location_form=form,
-            start=call.first if form is LocationForm.RUN else 0,
+            start=call.first,
             count=call.count,
-            location_planes=locations,
+            location_planes=self._locations_as(form),
             value_planes=tuple(_trimmed(plane, call.count) for plane in self._values),
         )
+
+    def _locations_as(self, form: LocationForm) -> tuple[Plane, ...]:
+        if form is LocationForm.RUN:
+            return ()
+        nbytes = self._call.location_nbytes
+        if form is LocationForm.SHORT_GAPS and self._form is LocationForm.GAPS:
+            return (shorten_gaps(self._locations[0], nbytes, self._isa),)
+        locations = tuple(_trimmed(plane, nbytes) for plane in self._locations)
+        return locations if form is self._form else code_locations(decode_gaps(locations, self._form), form)
 
     def _run(self) -> int:
         call = self._call
@@ -134,7 +137,7 @@ class _Scan:
     def _is_surely_dense(self) -> bool:
         """Whether the elements so far, at one location byte each, already outweigh the dense form."""
         width = self._spec.element_nbytes
-        return bool(self._call.inner_gaps) and self._call.count * (width + 1) > self._total * width
+        return not self._totals.is_run and self._call.count * (width + 1) > self._total * width
 
     def _predicted(self, so_far: int, pending: int) -> int:
         """Room for ``so_far`` and ``pending`` more, and for what the density so far predicts for the rest of the shard."""
@@ -153,7 +156,7 @@ class _Scan:
         """Code the locations so far in the narrowest wide form that also fits the gap that is next."""
         call = self._call
         longest = max(call.max_gap, call.pending_gap)
-        form = smallest_form(GapTotals(1, escapes=_MANY, max_gap=longest, is_run=False))
+        form = smallest_form(GapTotals(1, escapes=_MANY, max_gap=longest, reach=longest))
         gaps = decode_gaps([plane[: call.location_nbytes] for plane in self._locations], self._form)
         planes = code_locations(gaps, form)
         self._form = form

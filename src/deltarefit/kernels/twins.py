@@ -15,7 +15,7 @@ from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import total_elements, widened_text
 from deltarefit.kernels.coding import (
-    ESCAPE,
+    PlaneTotals,
     code_locations,
     code_values,
     gaps_of,
@@ -28,7 +28,7 @@ from deltarefit.kernels.nans import NanRule
 from deltarefit.pieces import Cast, Piece, StridedView, strided
 from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane, ScanResult
 
-__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan"]
+__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan", "shorten_gaps"]
 
 _CHUNK_ELEMENTS = 256 * 1024
 """Elements handled at once: the best of the chunk sizes measured."""
@@ -86,7 +86,7 @@ def scan(
         spec=spec,
         encoding=encoding,
         location_form=form,
-        start=int(records.flat_index[0]) if form is LocationForm.RUN else 0,
+        start=int(records.flat_index[0]),
         count=records.flat_index.size,
         location_planes=code_locations(gaps, form),
         value_planes=code_values(records.values(encoding), encoding),
@@ -183,8 +183,20 @@ def digest(storage: Words, pieces: Sequence[Piece]) -> TensorDigest:
     return total
 
 
-def plane_totals(plane: Plane) -> tuple[int, int]:
-    """Sum of a plane's bytes, and how many of them are escapes. Blocks are small enough for 32-bit sums and for the cache."""
+def plane_totals(plane: Plane, escape: int) -> PlaneTotals:
+    """In blocks that are small enough for 32-bit sums and for the cache."""
     blocks = [plane[start : start + 2**20] for start in range(0, plane.size, 2**20)]
-    total = sum(int(block.sum(dtype=np.uint32)) for block in blocks)
-    return total, sum(int(np.count_nonzero(block == ESCAPE)) for block in blocks)
+    return PlaneTotals(
+        sum(int(block.sum(dtype=np.uint32)) for block in blocks),
+        sum(int(np.count_nonzero(block == escape)) for block in blocks),
+        max((int(block.max()) for block in blocks), default=0),
+    )
+
+
+def shorten_gaps(plane: Plane) -> Plane:
+    """A plane of GAPS as one of SHORT_GAPS, byte by byte: 255 is three times 85, so nothing carries."""
+    escape = np.uint8(LocationForm.SHORT_GAPS.escape)
+    more = np.minimum(plane // escape, 2)
+    shortened = np.full(plane.size + int(more.sum(dtype=np.int64)), escape, np.uint8)
+    shortened[np.cumsum(more + 1, dtype=np.int64) - 1] = plane - more * escape
+    return shortened

@@ -16,14 +16,13 @@ from deltarefit.payload.layout import (
     DEFAULT_LIMITS,
     DIGEST_NBYTES,
     HEADER,
-    LOCATION_NBYTES,
     PLANE,
     Limits,
     PlaneKey,
     plane_keys,
 )
 from deltarefit.payload.table import max_table_nbytes, pack_table
-from deltarefit.records import CodedItem, LocationForm
+from deltarefit.records import CodedItem
 from deltarefit.run_key import check_key
 
 __all__ = ["encode"]
@@ -106,20 +105,16 @@ def _check_columns(number: int, item: CodedItem) -> None:
         and len(item.value_planes) == len(values)
         and all(plane.dtype == np.uint8 and plane.ndim == 1 for plane in (*item.location_planes, *item.value_planes))
         and all(plane.size == item.count for plane in item.value_planes)
-        and (all(size == item.count for size in sizes) or (item.location_form is LocationForm.GAPS and sizes[0] >= item.count))
-        and (
-            0 <= item.start <= item.spec.num_elements - item.count
-            if item.location_form is LocationForm.RUN
-            else item.start == 0
-        )
+        and (all(size == item.count for size in sizes) or (item.location_form.escape > 0 and sizes[0] >= item.count))
+        and 0 <= item.start <= item.spec.num_elements - item.count
     )
     if not is_right:
         raise RejectedError(
             f"item {number} ({item.spec}): {item.count} elements as {item.encoding.name} at {item.location_form.name} from "
             f"{item.start}, with location planes of {sizes} bytes and value planes of "
             f"{[plane.size for plane in item.value_planes]}; expected one value plane a byte of the element, one location "
-            f"plane a byte of the gap ({LOCATION_NBYTES.get(item.location_form, 0)}), flat uint8, each of {item.count} bytes "
-            "(GAPS: or more), and elements inside the tensor"
+            f"plane a byte of the gap ({item.location_form.width}), flat uint8, each of {item.count} bytes "
+            "(GAPS and SHORT_GAPS: or more), and elements inside the tensor"
         )
 
 

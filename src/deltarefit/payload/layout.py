@@ -1,4 +1,4 @@
-"""Names, widths and limits of the payload format, version 1. ``FORMAT.md`` is normative; a test holds the two equal."""
+"""Names, widths and limits of the payload format, version 2. ``FORMAT.md`` is normative; a test holds the two equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 MAGIC = b"\x89DRFP\r\n\x1a"
 """A byte above 127 and both kinds of line end: a transfer that took the payload for text shows in the first eight bytes."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FLAG_KEYED = 1
 DIGEST_NBYTES = 16
 DIGEST_PERSON = b"deltarefit/pay/1"
@@ -102,12 +102,7 @@ DTYPE_CODES: Mapping[str, int] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
-LOCATION_NBYTES: Mapping[LocationForm, int] = {
-    LocationForm.GAPS: 1,
-    LocationForm.WIDE2: 2,
-    LocationForm.WIDE4: 4,
-    LocationForm.WIDE8: 8,
-}
+LOCATION_NBYTES: Mapping[LocationForm, int] = {form: form.width for form in LocationForm if form.width}
 """Width of one gap. A location stream's code is its ``LocationForm``; RUN has no stream."""
 VALUE_STREAM = 16
 """A value stream's code is this plus its ``Encoding``."""

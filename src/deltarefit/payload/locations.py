@@ -12,16 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deltarefit.kernels import ESCAPE, decode_positions, plane_totals
+from deltarefit.kernels import decode_positions, plane_totals
 from deltarefit.payload.header import refuse
 from deltarefit.records import CodedItem, LocationForm
 
 __all__ = ["check_disjoint", "check_locations"]
-
-_BLOCK = 2**20
-"""Bytes looked at in one go: small enough that temporaries stay in cache."""
 
 
 def check_locations(item: CodedItem, *, where: object, what: str) -> None:
@@ -32,15 +28,19 @@ def check_locations(item: CodedItem, *, where: object, what: str) -> None:
     """
     if item.location_form is LocationForm.RUN:
         return
-    totals = [plane_totals(plane) for plane in item.location_planes]
-    if item.location_form is LocationForm.GAPS:
+    escape = item.location_form.escape
+    totals = [plane_totals(plane, escape) for plane in item.location_planes]
+    if escape:
         plane = item.location_planes[0]
-        found = plane.size - totals[0][1]
-        if found != item.count:
+        if totals[0].highest > escape:
+            refuse(where, f"{what}: a gap byte of {totals[0].highest}, expected at most {escape}")
+        if (found := plane.size - totals[0].escapes) != item.count:
             refuse(where, f"{what}: its gaps give {found} positions, expected {item.count}")
-        if plane[-1] == ESCAPE:
+        if plane[-1] == escape:
             refuse(where, f"{what}: its gaps end in the middle of an escape")
-    if (last := _last_of_gaps(item, [total for total, _ in totals])) >= item.spec.num_elements:
+    if any(plane[0] for plane in item.location_planes):
+        refuse(where, f"{what}: its first gap is not 0, expected its first element at {item.start}")
+    if (last := _last_of_gaps(item, [plane.sum for plane in totals])) >= item.spec.num_elements:
         refuse(where, f"{what}: its gaps lead to element {last}, the tensor has {item.spec.num_elements}")
 
 
@@ -74,7 +74,7 @@ class _Span:
 
 def _clusters(items: Iterable[CodedItem]) -> Iterable[list[_Span]]:
     """Groups of items whose spans overlap; items that stand alone are left out."""
-    spans = sorted((_Span(_first_position(item), _last_position(item), item) for item in items), key=lambda span: span.first)
+    spans = sorted((_Span(item.start, _last_position(item), item) for item in items), key=lambda span: span.first)
     cluster: list[_Span] = []
     end = -1
     for span in spans:
@@ -112,30 +112,12 @@ def _refuse_twice(where: object, item: CodedItem, flat_index: int) -> None:
     refuse(where, f"tensor {item.spec.name}: element {flat_index} is addressed twice, expected at most once in a payload")
 
 
-def _first_position(item: CodedItem) -> int:
-    if item.location_form is LocationForm.RUN:
-        return item.start
-    if item.location_form is LocationForm.GAPS:
-        plane = item.location_planes[0]
-        escapes = 0
-        for block in _blocks(plane):
-            ends = np.flatnonzero(block != ESCAPE)
-            if ends.size:
-                return (escapes + int(ends[0])) * ESCAPE + int(block[ends[0]])
-            escapes += block.size
-    return sum(int(plane[0]) << (8 * number) for number, plane in enumerate(item.location_planes))
-
-
 def _last_position(item: CodedItem) -> int:
     if item.location_form is LocationForm.RUN:
         return item.start + item.count - 1
-    return _last_of_gaps(item, [plane_totals(plane)[0] for plane in item.location_planes])
+    return _last_of_gaps(item, [plane_totals(plane, item.location_form.escape).sum for plane in item.location_planes])
 
 
 def _last_of_gaps(item: CodedItem, byte_sums: Sequence[int]) -> int:
-    """The sum of all gaps, one more for every step after the first. Python ints: nothing wraps."""
-    return sum(byte_sum << (8 * number) for number, byte_sum in enumerate(byte_sums)) + item.count - 1
-
-
-def _blocks(plane: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
-    return (plane[start : start + _BLOCK] for start in range(0, plane.size, _BLOCK))
+    """The first position, all gaps after it, and one more for every step. Python ints: nothing wraps."""
+    return item.start + sum(byte_sum << (8 * number) for number, byte_sum in enumerate(byte_sums)) + item.count - 1

@@ -16,7 +16,6 @@ from deltarefit.payload.layout import (
     DTYPE_NAMES,
     ITEM_COLUMNS,
     ITEM_NBYTES,
-    LOCATION_NBYTES,
     MAX_RANK,
     Limits,
 )
@@ -152,15 +151,14 @@ class _RowReader:
         num_elements = row.spec.num_elements
         if not 1 <= row.count <= num_elements:
             self._refuse(row.spec.name, f"{row.count} changed elements, expected 1 to {num_elements}")
-        if row.form is LocationForm.RUN:
-            if row.start + row.count > num_elements:
-                last = row.start + row.count - 1
-                self._refuse(row.spec.name, f"run from {row.start} to {last}, the tensor has {num_elements} elements")
-        elif row.start:
-            self._refuse(row.spec.name, f"start {row.start} for {row.form.name} locations, expected 0")
-        low = row.count * LOCATION_NBYTES.get(row.form, 0)
-        # Each escape byte skips 255 elements, so a tensor bounds how many there can be.
-        high = low + num_elements // 255 if row.form is LocationForm.GAPS else low
+        # Python ints: a start near 2^64 does not wrap.
+        unchanged = num_elements - row.start - row.count
+        if unchanged < 0:
+            what = f"{row.count} elements from {row.start} on, the tensor has {num_elements} elements"
+            self._refuse(row.spec.name, what)
+        low = row.count * row.form.width
+        # Each escape byte skips as many elements as it says, so the tensor's rest bounds how many there can be.
+        high = low + unchanged // row.form.escape if row.form.escape else low
         if not low <= row.location_nbytes <= high:
             expected = f"{low}" if low == high else f"{low} to {high}"
             self._refuse(row.spec.name, f"{row.location_nbytes} bytes of {row.form.name} locations, expected {expected}")
