@@ -87,6 +87,26 @@ def test_many_commits_are_what_each_is(isa):
     assert kernels.commit_many([], isa=isa) == []
 
 
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F32", "F64"])
+def test_long_stretches_from_anywhere_to_anywhere(isa, dtype):
+    """Longer than what is copied past the caches at once, at every offset in a cache line; nothing beside it is written."""
+    rng = np.random.default_rng(len(dtype))
+    word = word_dtype(dtype)
+    per_line = 64 // word.itemsize
+    for count in (16384 // word.itemsize - 1, 16384 // word.itemsize, 70_000 // word.itemsize):
+        source = rng.integers(0, 256, (count + per_line) * word.itemsize, np.uint8).view(word)
+        for start in range(per_line):
+            target = np.full(count + 2 * per_line, 0x5A, word)
+            words = source[per_line - start - 1 :][:count]
+            table = kernels.PieceTable([Piece(whole((count,)), whole((count,)))])
+            counted = kernels.commit_many([(target[start : start + count], words, table, dtype)], isa=isa)
+            assert counted == [kernels.count_nans(words, dtype)]
+            assert np.array_equal(target[start : start + count], words)
+            assert (target[:start] == 0x5A).all()
+            assert (target[start + count :] == 0x5A).all()
+
+
 def test_commits_that_do_not_fit_write_nothing():
     words, view = np.ones(8, "<u2"), whole((8,))
     table = kernels.PieceTable([Piece(view, view)])

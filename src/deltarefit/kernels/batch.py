@@ -132,7 +132,8 @@ def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]], *, isa: Is
         if baseline.dtype != candidate.dtype or baseline.size != pieces.num_elements:
             expected = f"{pieces.num_elements} words {candidate.dtype}"
             raise RejectedError(f"commit: expected a baseline of {expected}, got {baseline.size} {baseline.dtype}")
-    if resolve(isa) is Isa.NUMPY:
+    isa = resolve(isa)
+    if isa is Isa.NUMPY:
         return [_plain_commit(*one) for one in work]
     calls = (CopyCall * len(work))()
     for call, (baseline, candidate, pieces, dtype) in zip(calls, work, strict=True):
@@ -143,7 +144,7 @@ def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]], *, isa: Is
             call.rule[:] = rule
     panel_nbytes = library().deltarefit_panel_nbytes() if any(pieces.is_strided for _, _, pieces, _ in work) else 0
     panel = np.empty(panel_nbytes, np.uint8)
-    library().deltarefit_copy_many(ctypes.byref(calls), len(work), address(panel) if panel_nbytes else None)
+    library().deltarefit_copy_many(ctypes.byref(calls), len(work), address(panel) if panel_nbytes else None, isa)
     return [call.counted for call in calls]
 
 

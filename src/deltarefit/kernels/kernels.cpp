@@ -4,6 +4,7 @@
 //   apply.inc   decode an item and change storage through pieces
 //   shorten.inc make gap bytes of one escape those of another
 //   digest.inc  the position-keyed digest over pieces
+//   copy.inc    candidate to baseline, past the caches, counting NaNs
 //   common.h    types, digest keys, walkers over tables of pieces, the structures of each call
 //
 // The .inc files are included once per instruction set and chosen at run time; the numpy twins in twins.py give the same bits.
@@ -31,6 +32,7 @@ namespace portable {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "copy.inc"
 }  // namespace portable
 }  // namespace deltarefit
 #undef TARGET
@@ -46,6 +48,7 @@ namespace avx2 {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "copy.inc"
 }  // namespace avx2
 }  // namespace deltarefit
 #undef TARGET
@@ -59,6 +62,7 @@ namespace avx512 {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "copy.inc"
 }  // namespace avx512
 }  // namespace deltarefit
 #undef TARGET
@@ -68,39 +72,19 @@ namespace avx512 {
 
 namespace deltarefit {
 
-// Elements of which (x + rule[0]) & rule[1] exceeds rule[2].
+// Copy pieces of `from` to consecutive elements of `to`, for somebody who reads them soon.
 template <class U>
-static i64 count_above(const u8* x, i64 n, const u64* rule) {
-  constexpr i64 PART = 128;  // so that a byte holds the count
-  const U add = U(rule[0]), mask = U(rule[1]), limit = U(rule[2]);
-  i64 total = 0;
-  for (i64 done = 0; done < n; done += PART) {
-    const i64 part = n - done < PART ? n - done : PART;
-    U count = 0;
-    for (i64 i = 0; i < part; i++) count = U(count + U(U(U(load<U>(x + (done + i) * i64(sizeof(U))) + add) & mask) > limit));
-    total += i64(count);
-  }
-  return total;
-}
-
-// Copy pieces of `from` to consecutive elements of `to`, and count by `rule` if there is one.
-template <class U>
-static i64 copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch, const u64* rule) {
+static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch) {
   constexpr i64 W = sizeof(U);
   constexpr i64 PART = 4096;  // elements of strided runs taken at once
-  constexpr i64 COUNTED = 32768 / W;  // elements that are counted while the cache holds them
   StretchReader<U> reader{from, scratch, PANEL_NBYTES};
-  i64 counted = 0;
   for (TableWalker walker(table, pieces); !walker.done;) {
     i64 n = walker.left_in_run();
     if (walker.run.stride != 1 && PART < n) n = PART;
-    if (rule && COUNTED < n) n = COUNTED;
     memcpy(to, reader.read(walker, n), size_t(n * W));
-    if (rule) counted += count_above<U>(to, n, rule);
     to += n * W;
     walker.take(n);
   }
-  return counted;
 }
 
 template <class U>
@@ -113,7 +97,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; library.py refuses a library of another number.
-API i64 deltarefit_abi() { return 9; }
+API i64 deltarefit_abi() { return 10; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall)};
@@ -241,20 +225,21 @@ API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64
 }
 
 // `scratch` is deltarefit_panel_nbytes() long; null where every run is contiguous.
-API i64 deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch, const u64* rule) {
+API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch) {
   switch (width) {
-    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch, rule);
-    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch, rule);
-    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch, rule);
-    default: return copy_pieces<u64>(to, from, table, pieces, scratch, rule);
+    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch);
+    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch);
+    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch);
+    default: return copy_pieces<u64>(to, from, table, pieces, scratch);
   }
 }
 
 // `scratch` as above, for all of them in turn.
-API void deltarefit_copy_many(CopyCall* calls, i64 n, u8* scratch) {
-  for (i64 i = 0; i < n; i++) {
-    CopyCall& call = calls[i];
-    const u64* rule = call.counts ? call.rule : nullptr;
-    call.counted = deltarefit_copy(call.to, call.storage, call.table, call.pieces, call.width, scratch, rule);
-  }
+API void deltarefit_copy_many(CopyCall* calls, i64 n, u8* scratch, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::copy_many(calls, n, scratch);
+  if (isa == 2) return avx2::copy_many(calls, n, scratch);
+#endif
+  (void)isa;
+  portable::copy_many(calls, n, scratch);
 }

@@ -19,7 +19,7 @@ from deltarefit.kernels.isa import Isa
 
 __all__ = ["ApplyCall", "CopyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
 
-_ABI = 9
+_ABI = 10
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("scan", c_int64, (POINTER(ScanCall), c_int64)),
         ("apply", c_int64, (POINTER(ApplyCall), c_int64)),
         ("apply_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
-        ("copy_many", None, (c_void_p, c_int64, c_void_p)),
+        ("copy_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("digest_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("plane_totals", None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
         ("shortened_nbytes", c_int64, (c_void_p, c_int64, c_int64)),
@@ -152,7 +152,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),
         ("digest_elements", None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
-        ("copy", c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+        ("copy", None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
         ("panel_nbytes", c_int64, ()),
     ):
         function = getattr(loaded, f"deltarefit_{name}")

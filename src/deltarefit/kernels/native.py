@@ -74,7 +74,6 @@ def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...]) -> Non
         len(pieces),
         storage.dtype.itemsize,
         None if panel is None else address(panel),
-        None,
     )
 
 
