@@ -21,16 +21,20 @@ def holding(names, **changes):
 
 
 def test_equal_bits_are_seen_from_the_summary():
-    assert check_holding(EXPECTED, holding("abc"), ()) == DigestCheck((), ())
-    assert check_holding(EXPECTED, holding("ac"), ()) == DigestCheck((), ("b",))
-    assert check_holding(EXPECTED, holding("ac"), ("b",)) == DigestCheck((), ())
-    assert check_holding(EXPECTED, holding(""), "abc") == DigestCheck((), ())
+    known = {}
+    for _ in range(2):
+        assert check_holding(EXPECTED, holding("abc"), (), known) == DigestCheck((), ())
+        assert check_holding(EXPECTED, holding("ac"), (), known) == DigestCheck((), ("b",))
+        assert check_holding(EXPECTED, holding("ac"), ("b",), known) == DigestCheck((), ())
+        assert check_holding(EXPECTED, holding(""), "abc", known) == DigestCheck((), ())
+    assert len(known) == 3
 
 
 def test_any_other_bit_needs_the_list():
-    assert check_holding(EXPECTED, holding("abc", b=TensorDigest(1, 8)), ()) is None
-    assert check_holding(EXPECTED, holding("ab", z=TensorDigest()), ()) is None
-    assert check_holding(EXPECTED, Holding(holding("abc").summary, ("b",)), ()) is None
+    for known in ({}, {(): digest_of_digests(EXPECTED)}):
+        assert check_holding(EXPECTED, holding("abc", b=TensorDigest(1, 8)), (), known) is None
+        assert check_holding(EXPECTED, holding("ab", z=TensorDigest()), (), known) is None
+        assert check_holding(EXPECTED, Holding(holding("abc").summary, ("b",)), (), known) is None
 
 
 @pytest.mark.torch

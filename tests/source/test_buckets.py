@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from source_cases import plan_for, spec, whole_task
 
 from deltarefit.ids import EncodingMode, OwnerId
@@ -31,6 +32,34 @@ def test_a_chunk_without_changes_is_charged_to_no_bucket():
 def test_a_bucket_may_exceed_its_target_by_one_chunk_only():
     buckets = list(cut_into_buckets([((ITEM,), 5), ((ITEM,), 90), ((ITEM,), 5)], 60))
     assert [bucket.input_nbytes for bucket in buckets] == [5, 90, 5]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7, 40, 400])
+def test_the_first_and_the_last_are_smaller(parts):
+    """So the link has something to carry soon, and little is left to write once the last byte has arrived."""
+    sized = [(4 * MIB, 4 * MIB)] * parts
+    chunks = [sum(chunk) for chunk in cut_into_chunks(sized, 64 * MIB, tapers=True)]
+    assert sum(chunks) == parts * 4 * MIB
+    assert max(chunks) <= 64 * MIB
+    buckets = [b.input_nbytes for b in cut_into_buckets([((ITEM,), n) for n in chunks], 256 * MIB, total_nbytes=sum(chunks))]
+    assert sum(buckets) == sum(chunks)
+    assert max(buckets) <= 256 * MIB
+    if parts == 400:
+        assert chunks[:4] == [8 * MIB, 8 * MIB, 16 * MIB, 32 * MIB]
+        assert max(chunks) == 64 * MIB
+        assert chunks[-1] <= 8 * MIB
+        assert buckets[0] == 32 * MIB
+        assert max(buckets) > 128 * MIB
+        assert buckets[-1] <= 32 * MIB
+
+
+def test_what_is_small_anyway_is_not_cut_smaller():
+    assert [sum(chunk) for chunk in cut_into_chunks([(MIB, MIB)] * 9, 2 * MIB, tapers=True)] == [2 * MIB] * 4 + [MIB]
+    buckets = cut_into_buckets([((ITEM,), MIB)] * 9, 2 * MIB, total_nbytes=9 * MIB)
+    assert [bucket.input_nbytes for bucket in buckets] == [2 * MIB] * 4 + [MIB]
 
 
 def test_many_small_tensors_are_no_more_than_a_payload_may_hold():

@@ -17,7 +17,7 @@ from deltarefit.kernels.api import (
     plane_totals,
     scan,
 )
-from deltarefit.kernels.batch import BoundDigest, PieceTable, PreparedApply, commit_many, digest_many
+from deltarefit.kernels.batch import BoundDigest, PieceTable, PreparedApply, PreparedDigests, commit_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.coding import code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
@@ -28,6 +28,7 @@ __all__ = [
     "Isa",
     "PieceTable",
     "PreparedApply",
+    "PreparedDigests",
     "apply",
     "apply_item",
     "available_isas",

@@ -25,7 +25,7 @@ from deltarefit.kernels.nans import NAN_RULES
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
-__all__ = ["BoundDigest", "PieceTable", "PreparedApply", "commit_many", "digest_many"]
+__all__ = ["BoundDigest", "PieceTable", "PreparedApply", "PreparedDigests", "commit_many", "digest_many"]
 
 _MOST_THREADS = 8
 _CHANGES = 1 << 15
@@ -87,28 +87,45 @@ class BoundDigest:
         call.widen, call.offender = widen, -1
 
 
+class PreparedDigests:
+    """Many digests that are computed again and again, tabulated once."""
+
+    __slots__ = ("_bound", "_calls", "_isa", "_panel_nbytes", "_weights")
+
+    def __init__(self, bound: Sequence[BoundDigest]) -> None:
+        """In any number."""
+        self._bound = tuple(bound)
+        self._isa = _common_isa(one._isa for one in bound)
+        num_calls = 0 if self._isa is Isa.NUMPY else len(bound)
+        self._calls = (DigestCall * num_calls)()
+        for call, one in zip(self._calls, bound, strict=False):
+            one._fill(call)
+        self._weights = [one.num_elements for one in bound]
+        is_strided = num_calls and any(one._pieces.is_strided for one in bound)
+        self._panel_nbytes = library().deltarefit_panel_nbytes() if is_strided else 0
+
+    def run(self, *, num_threads: int = 0) -> list[TensorDigest | None]:
+        """The digest of each; None where a widened element has low bits set, so that it is no 16-bit float.
+
+        Args:
+            num_threads: at most; 0 for one per core, up to eight.
+        """
+        if self._isa is Isa.NUMPY:
+            return [one._plain() for one in self._bound]
+        calls = type(self._calls).from_buffer_copy(self._calls)
+
+        def work(first: int, last: int) -> None:
+            panel = np.empty(self._panel_nbytes, np.uint8)
+            start = ctypes.byref(calls, first * ctypes.sizeof(DigestCall))
+            library().deltarefit_digest_many(start, last - first, address(panel) if self._panel_nbytes else None, self._isa)
+
+        _in_shares(self._weights, work, _DIGESTED, num_threads)
+        return [TensorDigest(call.lane0, call.lane1) if call.offender < 0 else None for call in calls]
+
+
 def digest_many(bound: Sequence[BoundDigest], *, num_threads: int = 0) -> list[TensorDigest | None]:
-    """The digest of each; None where a widened element has low bits set, so that it is no 16-bit float.
-
-    Args:
-        bound: in any number.
-        num_threads: at most; 0 for one per core, up to eight.
-    """
-    isa = _common_isa(one._isa for one in bound)
-    if isa is Isa.NUMPY:
-        return [one._plain() for one in bound]
-    calls = (DigestCall * len(bound))()
-    for call, one in zip(calls, bound, strict=True):
-        one._fill(call)
-    panel_nbytes = library().deltarefit_panel_nbytes() if any(one._pieces.is_strided for one in bound) else 0
-
-    def work(first: int, last: int) -> None:
-        panel = np.empty(panel_nbytes, np.uint8)
-        start = ctypes.byref(calls, first * ctypes.sizeof(DigestCall))
-        library().deltarefit_digest_many(start, last - first, address(panel) if panel_nbytes else None, isa)
-
-    _in_shares([one.num_elements for one in bound], work, _DIGESTED, num_threads)
-    return [TensorDigest(call.lane0, call.lane1) if call.offender < 0 else None for call in calls]
+    """What ``PreparedDigests`` gives, once."""
+    return PreparedDigests(bound).run(num_threads=num_threads)
 
 
 def commit_many(work: Sequence[tuple[Words, Words, PieceTable, str]], *, isa: Isa | None = None) -> list[int]:

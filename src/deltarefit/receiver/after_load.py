@@ -27,7 +27,7 @@ from deltarefit.placement.storages import ModelStorage, StorageMap, state_tensor
 from deltarefit.receiver.assembly import Prewarmed, fingerprint_of, refusal
 from deltarefit.receiver.crosscheck import sample
 from deltarefit.receiver.guard import DerivedTensors, StorageFence, layout_of
-from deltarefit.receiver.proving import digest_plan_of
+from deltarefit.receiver.proving import Proofs, digest_plan_of
 from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
 from deltarefit.receiver.rerun import RerunUnit, SentWhole
 from deltarefit.receiver.rest import rests_of
@@ -147,11 +147,13 @@ class AfterLoadAssembly:
             fence=StorageFence(self._model),
             report=self._report(routes, claims, aliases),
             targets=targets,
-            digest_plans={
-                name: digest_plan_of(self._catalog[name], homes, held, torch_writes=self._settings.torch_writes)
-                for name, homes in self._homes.items()
-                if (held := held_pieces(homes) or held_homes(homes)) is not None
-            },
+            proofs=Proofs(
+                {
+                    name: digest_plan_of(self._catalog[name], homes, held, torch_writes=self._settings.torch_writes)
+                    for name, homes in self._homes.items()
+                    if (held := held_pieces(homes) or held_homes(homes)) is not None
+                }
+            ),
             kept={},
             known_fills=frozenset(),
             expected_writes={},

@@ -17,7 +17,7 @@ from deltarefit.receiver.crosscheck import contradiction, sample
 from deltarefit.receiver.guard import DerivedTensors, Place, StorageFence, layout_fingerprint, layout_of
 from deltarefit.receiver.interceptor import WriteKey
 from deltarefit.receiver.kept import KeptCopy
-from deltarefit.receiver.proving import DigestPlan, digest_plan_of
+from deltarefit.receiver.proving import DigestPlan, Proofs, digest_plan_of
 from deltarefit.receiver.report import PrewarmReport, TensorRoute
 from deltarefit.receiver.rerun import RerunUnit
 from deltarefit.receiver.rest import Rest, rests_of
@@ -74,7 +74,7 @@ class Prewarmed:
     fence: StorageFence
     report: PrewarmReport
     targets: Mapping[str, tuple[WordsTarget, ...]]
-    digest_plans: Mapping[str, DigestPlan]
+    proofs: Proofs
     kept: Mapping[str, KeptCopy]
     known_fills: frozenset[WriteKey]
     expected_writes: Mapping[str, frozenset[WriteKey]]
@@ -149,7 +149,7 @@ class Assembly:
             fence=StorageFence(self._model),
             report=self._report(routes, unreached, aliases),
             targets=self._targets,
-            digest_plans=self._digest_plans,
+            proofs=Proofs(self._digest_plans),
             kept=self._kept(routes),
             known_fills=frozenset(write.key for write in learned.fills),
             expected_writes=self._expected_writes(routes),

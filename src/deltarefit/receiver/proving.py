@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deltarefit import kernels
@@ -14,7 +14,7 @@ from deltarefit.receiver.report import WRONG_DIGEST, PartDigest, RankDigest
 from deltarefit.receiver.routes import HeldPieces, view_key
 from deltarefit.receiver.writers import HostTarget, WordsTarget, bit_target, target_of_piece
 
-__all__ = ["DigestPlan", "digest_all", "digest_plan_of"]
+__all__ = ["DigestPlan", "Proofs", "digest_plan_of"]
 
 _MAX_PARTS = 64
 """Boxes of one tensor whose digests are shown one by one; enough for fused projections whose groups are replicated."""
@@ -58,11 +58,13 @@ class DigestPlan:
         return (*self.primary, *(read for pair in self.replicas for read in pair))
 
     def digest(self) -> RankDigest:
-        """One read after the other: the plain twin of ``digest_all``."""
+        """One read after the other: the plain twin of ``Proofs``."""
         return self.combine([read.digest() for read in self.reads])
 
     def combine(self, digests: Sequence[TensorDigest | None]) -> RankDigest:
         """Sum over the first homes. A further home that differs shifts it, whichever of the two is wrong."""
+        if len(digests) == 1 and (only := digests[0]) is not None and not self.has_parts:  # almost every tensor
+            return RankDigest(self.coverage, self.num_elements, only.lane0, only.lane1)
         known = [digest for digest in digests if digest is not None]
         if len(known) < len(digests):
             return RankDigest(self.coverage, self.num_elements, WRONG_DIGEST.lane0, WRONG_DIGEST.lane1)
@@ -101,9 +103,22 @@ def digest_plan_of(spec: TensorSpec, homes: Sequence[Home], held: HeldPieces, *,
     )
 
 
-def digest_all(plans: Mapping[str, DigestPlan]) -> dict[str, RankDigest]:
-    """What each of many plans gives; host memory is read on several threads, as a request gate may be closed meanwhile."""
-    reads = [read for plan in plans.values() for read in plan.reads]
-    found = iter(kernels.digest_many([read.bound for read in reads if read.bound is not None]))
-    digests: Iterator[TensorDigest | None] = (next(found) if read.bound is not None else read.digest() for read in reads)
-    return {name: plan.combine([next(digests) for _ in plan.reads]) for name, plan in plans.items()}
+class Proofs:
+    """How to compute the digests of many tensors, tabulated once: they are asked for while a request gate is closed."""
+
+    __slots__ = ("_plans", "_prepared", "_reads")
+
+    def __init__(self, plans: Mapping[str, DigestPlan]) -> None:
+        self._plans = dict(plans)
+        self._reads = [plan.reads for plan in self._plans.values()]
+        self._prepared = kernels.PreparedDigests(
+            [read.bound for reads in self._reads for read in reads if read.bound is not None]
+        )
+
+    def digests(self) -> dict[str, RankDigest]:
+        """What each plan gives. Host memory is read on several threads."""
+        found = iter(self._prepared.run())
+        return {
+            name: plan.combine([next(found) if read.bound is not None else read.digest() for read in reads])
+            for (name, plan), reads in zip(self._plans.items(), self._reads, strict=True)
+        }

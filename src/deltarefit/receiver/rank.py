@@ -16,7 +16,6 @@ from deltarefit.plan import RefitPlan
 from deltarefit.receiver.assembly import Prewarmed
 from deltarefit.receiver.guard import layout_of
 from deltarefit.receiver.prewarm import prewarm_after_load, prewarm_model
-from deltarefit.receiver.proving import digest_all
 from deltarefit.receiver.ready import ReadyPayload, make_ready
 from deltarefit.receiver.report import PrewarmReport, RankDigest
 from deltarefit.receiver.scratch import LoaderPath, ScratchBuffer
@@ -188,7 +187,7 @@ class RankReceiver:
                 f"digests: storage of {', '.join(moved[:3])} was moved or replaced since prewarm, so nothing is known of what "
                 "is served; run prewarm again"
             )
-        result = digest_all(known.digest_plans)
+        result = known.proofs.digests()
         for name, copy in known.kept.items():
             shown = copy.digest(self._load_weights, known.storages)
             if shown is not None:

@@ -29,8 +29,9 @@ def compare(
     """
     checks: dict[ReceiverId, DigestCheck] = {}
     differing: list[Member] = []
+    known: dict[tuple[str, ...], str] = {}
     for receiver, holding in holdings.items():
-        check = check_holding(expected, holding, session.members.summary(members[receiver]).skipped)
+        check = check_holding(expected, holding, session.members.summary(members[receiver]).skipped, known)
         if check is None:
             differing.append(members[receiver])
         else:

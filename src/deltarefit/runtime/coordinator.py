@@ -183,10 +183,10 @@ class Coordinator:
             return events.BaselinesUpdated()
         attempt = bound.attempt if bound is not None else self._unfinished_name()
         session.activity.begin(f"{attempt}: owners take the candidate over as their baseline")
-        copies = session.delivery is Delivery.SYNCHRONOUS
+        copies = session.delivery is Delivery.SYNCHRONOUS or bound is None
         replies = self._command_baselines(CommitBaseline(attempt, record, copies))
         self._owed = None if copies else CommitBaseline(attempt, record)
-        session.committed = sum_digests(replies)
+        session.committed = sum_digests(replies) if copies else self.outcome.digests
         session.policy_version = record.policy_version
         required = () if bound is None else bound.required.values()
         session.settled = frozenset(member.identity for member in required)

@@ -129,7 +129,8 @@ class OwnerReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nan_elements: int = 0
     """In all tensors."""
     digests: dict[str, str] = {}
-    """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after CommitBaseline."""
+    """Hex digest of this owner's part of each tensor it owns: of the candidate after Build, committed after a CommitBaseline
+    that copied."""
     events: tuple[StageEvent, ...] = ()
     clock: ClockReading | None = None
 
@@ -236,7 +237,7 @@ class OwnerWorker:
                 self._owner.doubt()
             if not command.copies:
                 self._owner.prove()
-                return OwnerReply(int(self.owner), digests=_hex(self._owner.candidate_digests()))
+                return OwnerReply(int(self.owner))  # gates are closed, and the build told the digests
             with self._events.stage("baseline", command.attempt):
                 self._owner.commit()
         self._machine.updated(command.record)

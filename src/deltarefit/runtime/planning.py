@@ -73,10 +73,18 @@ class DigestCheck:
         return f"{len(self.differing)} of {len(catalog)} tensors differ, first {first}"
 
 
-def check_holding(expected: Mapping[str, TensorDigest], holding: Holding, skipped: Iterable[str]) -> DigestCheck | None:
-    """``check_digests`` from a summary; None if something differs, which a list has to name."""
+def check_holding(
+    expected: Mapping[str, TensorDigest], holding: Holding, skipped: Iterable[str], known: dict[tuple[str, ...], str]
+) -> DigestCheck | None:
+    """``check_digests`` from a summary; None if something differs, which a list has to name.
+
+    ``known`` keeps the summary of what is expected without each set of unproven tensors: most receivers have the same set.
+    """
     unproven = set(holding.unproven)
-    if digest_of_digests({name: digest for name, digest in expected.items() if name not in unproven}) != holding.summary:
+    if (summary := known.get(holding.unproven)) is None:
+        summary = digest_of_digests({name: digest for name, digest in expected.items() if name not in unproven})
+        known[holding.unproven] = summary
+    if summary != holding.summary:
         return None
     return DigestCheck((), tuple(sorted(unproven.intersection(expected).difference(skipped))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from deltarefit.canonical import Catalog, TensorDigest
+from deltarefit.canonical import Catalog, TensorDigest, digest_of_digests
 from deltarefit.control import ControlPlane
 from deltarefit.ids import AttemptId, ReceiverId
 from deltarefit.plan import RefitPlan
@@ -119,6 +119,9 @@ class Outcome:
     transport: str = "object_store"
     """Of the latest attempt."""
     digests: dict[str, TensorDigest] = field(default_factory=dict)
+    """Of each tensor of the candidate."""
+    policy_digest: str = digest_of_digests({})
+    """Of all of them together."""
     receivers: tuple[ReceiverId, ...] = ()
     audited: bool = False
     covered: dict[ReceiverId, str] = field(default_factory=dict)

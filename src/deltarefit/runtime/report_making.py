@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deltarefit.canonical import digest_of_digests
 from deltarefit.protocol import commands
 from deltarefit.runtime.events import StageEvent
 from deltarefit.runtime.observers import Observers
@@ -35,7 +34,7 @@ def make_report(session: Session, outcome: Outcome, finish: commands.Finish, obs
         checkpoint_nbytes=session.catalog.nbytes,
         stage_s={stage: seconds for stage, seconds in spent_s.items() if stage != "pause"},
         refit_s=outcome.t1_s - outcome.t0_s,
-        policy_digest=digest_of_digests(outcome.digests),
+        policy_digest=outcome.policy_digest,
         audited=outcome.audited,
         receivers=tuple(outcome.receivers),
         covered=covered_in_words({receiver: outcome.covered[receiver] for receiver in outcome.receivers}),

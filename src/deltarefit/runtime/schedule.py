@@ -71,7 +71,7 @@ class Schedule:
             raise
         except RefitError as error:
             return events.AttemptFailed(reason=str(error), gate_closed=self._is_gate_closed)
-        return events.Flushed(acknowledged=acknowledged, policy_digest=digest_of_digests(self._outcome.digests))
+        return events.Flushed(acknowledged=acknowledged, policy_digest=self._outcome.policy_digest)
 
     def _stage_first(self) -> frozenset[ReceiverId]:
         """Asynchronous delivery: engines serve until every payload has arrived everywhere; only then gates close.
@@ -151,6 +151,7 @@ class Schedule:
     def _note_built(self, replies: Iterable[OwnerReply]) -> None:
         outcome, listed = self._outcome, list(replies)
         outcome.digests = sum_digests(listed)
+        outcome.policy_digest = digest_of_digests(outcome.digests)
         outcome.changed_elements = sum(reply.changed_elements for reply in listed)
         outcome.payloads = sum(reply.payloads for reply in listed)
         outcome.payload_nbytes = sum(reply.payload_nbytes for reply in listed)
@@ -176,23 +177,30 @@ class Schedule:
         session, bound, audit = self._session, self._bound, self._session.is_audit_due
         with session.log.stage("flush", bound.attempt):
             answers = session.caller.collect(pending, until_failure=True, poll=self._watch.poll)
+        holdings: dict[ReceiverId, messages.Holding] = {}
         for receiver, answer in _failures_first(answers):
             completed = expect(answer, messages.Completed, receiver)
             self._outcome.covered[receiver] = completed.covered
             if completed.holding is not None:
-                self._check_result(receiver, completed.holding)
+                holdings[receiver] = completed.holding
+        self._check_results(holdings)
         self._outcome.audited = audit
         self._outcome.receivers = tuple(sorted(answers))
         return frozenset(answers)
 
-    def _check_result(self, receiver: ReceiverId, holding: messages.Holding) -> None:
-        session, member = self._session, self._bound.required[receiver]
-        check = compare(session, self._outcome.digests, {receiver: holding}, {receiver: member})[receiver]
-        if not check.is_equal:
-            session.doubtful[member.identity] = session.doubtful[member.identity].union(check.differing)
+    def _check_results(self, holdings: Mapping[ReceiverId, messages.Holding]) -> None:
+        session, required = self._session, self._bound.required
+        checks = compare(session, self._outcome.digests, holdings, required)
+        wrong = {receiver: check for receiver, check in sorted(checks.items()) if not check.is_equal}
+        for receiver, check in wrong.items():
+            identity = required[receiver].identity
+            session.doubtful[identity] = session.doubtful[identity].union(check.differing)
+        if wrong:
+            receiver, check = next(iter(wrong.items()))
+            others = f"; of {len(required)} receivers {len(wrong)} do not" if len(wrong) > 1 else ""
             raise BaseMismatchError(
                 f"receiver {receiver} does not hold the candidate after applying {self._bound.attempt}: "
-                f"{check.describe(session.catalog)}; these tensors are sent whole in the next attempt"
+                f"{check.describe(session.catalog)}; these tensors are sent whole in the next attempt{others}"
             )
 
 

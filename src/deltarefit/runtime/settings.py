@@ -178,7 +178,8 @@ class PublisherSettings(ObservationSettings, frozen=True, forbid_unknown_fields=
     first only. It costs them one read of the weights."""
     bucket_nbytes: Nbytes = 0
     """Input bytes per payload. 0: 512 MiB (paper C), or a 16th of a rank's share if that is less, but at least 4 MiB, so that
-    comparing, sending and applying overlap for small models, too."""
+    comparing, sending and applying overlap for small models, too. The first and the last buckets are smaller, down to an
+    eighth."""
     chunk_nbytes: Nbytes = 0
     """Input bytes per scan. 0: 64 MiB (paper C, object storage), or a quarter of a bucket if that is less."""
     scan_threads: Threads = 0

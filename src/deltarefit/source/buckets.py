@@ -2,6 +2,9 @@
 
 Sizes are input bytes, unchanged elements included. No item is ever split, and the cuts depend on sizes and on what has changed
 only, so every attempt at one candidate makes the same buckets.
+
+The paper's buckets are of one size. Ours are smaller at the beginning, so that the link has something to carry soon, and at the
+end, so that little is left to decode and write once the last byte has arrived.
 """
 
 from __future__ import annotations
@@ -15,17 +18,35 @@ from deltarefit.records import Bucket, CodedItem
 __all__ = ["cut_into_buckets", "cut_into_chunks"]
 
 PartT = TypeVar("PartT")
+_LEAST_SHARE = 8
+"""The first and the last are an eighth of the others: with fewer bytes, what each costs by itself would show."""
+_LEAST_NBYTES = 2 << 20
 
 
-def cut_into_chunks(parts: Sequence[tuple[PartT, int]], target_nbytes: int) -> tuple[tuple[PartT, ...], ...]:
-    """Group (part, nbytes) in order: a chunk ends before the part that would take it past its target."""
+def _tapered(target_nbytes: int, done_nbytes: int, left_nbytes: int) -> int:
+    """Target of the next chunk or bucket: as much as all before it together, and half of what is left at most."""
+    least_nbytes = max(target_nbytes // _LEAST_SHARE, min(target_nbytes, _LEAST_NBYTES))
+    return max(least_nbytes, min(target_nbytes, done_nbytes, left_nbytes // 2))
+
+
+def cut_into_chunks(
+    parts: Sequence[tuple[PartT, int]], target_nbytes: int, *, tapers: bool = False
+) -> tuple[tuple[PartT, ...], ...]:
+    """Group (part, nbytes) in order: a chunk ends before the part that would take it past its target.
+
+    With ``tapers`` the target is smaller at both ends.
+    """
     chunks: list[tuple[PartT, ...]] = []
     filling: list[PartT] = []
-    filled = 0
+    filled = done = 0
+    total = sum(nbytes for _, nbytes in parts)
+    target = _tapered(target_nbytes, 0, total) if tapers else target_nbytes
     for part, nbytes in parts:
-        if filling and filled + nbytes > target_nbytes:
+        if filling and filled + nbytes > target:
             chunks.append(tuple(filling))
+            done += filled
             filling, filled = [], 0
+            target = _tapered(target_nbytes, done, total - done) if tapers else target_nbytes
         filling.append(part)
         filled += nbytes
     if filling:
@@ -34,20 +55,29 @@ def cut_into_chunks(parts: Sequence[tuple[PartT, int]], target_nbytes: int) -> t
 
 
 def cut_into_buckets(
-    scanned: Iterable[tuple[tuple[CodedItem, ...], int]], target_nbytes: int, limits: Limits | None = None
+    scanned: Iterable[tuple[tuple[CodedItem, ...], int]],
+    target_nbytes: int,
+    limits: Limits | None = None,
+    *,
+    total_nbytes: int = 0,
 ) -> Iterator[Bucket]:
     """Buckets from scanned chunks, each given as its items and its input bytes, as soon as each bucket is full.
 
     A chunk with items counts whole; a chunk without counts nothing. Many small tensors fill a payload by their number, or by
-    their names, before they fill it by their bytes: a chunk is cut there.
+    their names, before they fill it by their bytes: a chunk is cut there. If ``total_nbytes``, the bytes of all chunks, is
+    given, the first and the last buckets are smaller.
     """
     limits = limits or Limits()
     items: list[CodedItem] = []
-    filled = named = 0
+    filled = named = seen = 0
+    target = target_nbytes
     for chunk_items, chunk_nbytes in scanned:
+        if total_nbytes:
+            target = _tapered(target_nbytes, seen - filled, total_nbytes - seen + filled)
+        seen += chunk_nbytes
         if not chunk_items:
             continue
-        if items and filled + chunk_nbytes > target_nbytes:
+        if items and filled + chunk_nbytes > target:
             yield Bucket(tuple(items), filled)
             items, filled, named = [], 0, 0
         for item in chunk_items:
@@ -58,7 +88,7 @@ def cut_into_buckets(
             items.append(item)
             named += name_nbytes
         filled += chunk_nbytes
-        if filled >= target_nbytes:
+        if filled >= target:
             yield Bucket(tuple(items), filled)
             items, filled, named = [], 0, 0
     if items:

@@ -116,7 +116,8 @@ class Owner:
         chunks = itertools.chain(
             ([one] for one in converted), self._direct.over_chunks(lambda chunk: self._scan(chunk, plan, mode))
         )
-        for bucket in cut_into_buckets(totals.counted(chunks), self.settings.bucket_nbytes):
+        total_nbytes = sum(one.nbytes for one in converted) + self.owned_nbytes
+        for bucket in cut_into_buckets(totals.counted(chunks), self.settings.bucket_nbytes, total_nbytes=total_nbytes):
             totals.num_buckets += 1
             yield bucket
         self._is_complete = True
