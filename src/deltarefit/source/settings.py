@@ -20,8 +20,8 @@ class SourceSettings:
     chunk_nbytes: SomeNbytes = 64 * MIB
     """Input bytes, unchanged elements included, that one thread scans at a time (paper C: 64 MiB on object storage)."""
     bucket_nbytes: SomeNbytes = 512 * MIB
-    """Input bytes per payload (paper C), fewer for the first and the last. Parts of shards, of 64 MiB at most, are never split, so chunks and buckets may exceed
-    smaller targets."""
+    """Input bytes per payload (paper C), fewer for the first and the last. Parts of shards, of 64 MiB at most, are never split,
+    so chunks and buckets may exceed smaller targets."""
     scan_threads: Threads = 0
     """Threads that compare and encode; 0 means one per core that this process may use, at most 16."""
     baseline_directory: Path | None = None
