@@ -6,7 +6,7 @@ import zstandard
 
 from deltarefit.canonical import TensorSpec
 from deltarefit.testing import bench_codec
-from deltarefit.testing.bench_codec import WeightChange, floor_nbytes, paper_nbytes, payload_nbytes
+from deltarefit.testing.bench_codec import WeightChange, bound_nbytes, floor_nbytes, paper_nbytes, payload_nbytes
 
 
 def test_payloads_come_near_the_floor_and_below_the_paper_s_layout():
@@ -15,7 +15,7 @@ def test_payloads_come_near_the_floor_and_below_the_paper_s_layout():
     for row in result["layouts"]:
         assert row["changed"] == pytest.approx(8 * 500_000 * row["change_rate"], rel=0.02)
         assert row["nbytes"] <= 0.75 * row["paper_nbytes"]
-        assert row["floor_nbytes"] < row["nbytes"] <= 1.05 * row["floor_nbytes"]
+        assert row["bound_nbytes"] < row["floor_nbytes"] < row["nbytes"] <= 1.05 * row["floor_nbytes"]
         assert row["nbytes"] < row["xor_nbytes"] < row["overwrite_nbytes"]
 
 
@@ -25,6 +25,17 @@ def test_floor_is_the_entropy():
     new = old.copy()
     new[::4], new[1::4] = 1, 2
     assert floor_nbytes([WeightChange(TensorSpec("w", "BF16", (4096,)), old, new)]) == pytest.approx((4096 + 2048) / 8)
+
+
+@pytest.mark.parametrize("mantissa", [0, 1, 64, 127])
+def test_the_bound_counts_what_the_old_weight_says_about_the_step(mantissa):
+    """Of words of one mantissa the entropy as drawn is the entropy as computed; the places are certain here."""
+    old = np.full(400_000, (127 << 7) + mantissa, "<u2")
+    new = bench_codec.changed_words(old, 1.1, np.random.default_rng(1))
+    counts = np.unique(new, return_counts=True)[1]
+    drawn_bits = float((counts * np.log2(old.size / counts)).sum())
+    change = WeightChange(TensorSpec("w", "BF16", old.shape), old, new)
+    assert bound_nbytes([change]) == pytest.approx(drawn_bits / 8, rel=2e-3)
 
 
 def test_nothing_changed_costs_nothing():

@@ -8,6 +8,7 @@ really change in a small transformer. torch is needed for the first and the last
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "REFERENCE_ZSTD",
     "TABLE2_NBYTES",
     "WeightChange",
+    "bound_nbytes",
     "changed_words",
     "floor_nbytes",
     "paper_nbytes",
@@ -82,8 +84,8 @@ def run(
     Returns:
         ``table2``: rows of noise_std, changed, overwrite_nbytes, xor_nbytes, difference_nbytes.
         ``layouts``: rows of change_rate, changed, paper_nbytes, nbytes, floor_nbytes; of whole payloads under the other
-        encodings, xor_nbytes and overwrite_nbytes; and ratios: to_paper, to_floor, and floor_to_paper, below which to_paper
-        cannot fall.
+        encodings, xor_nbytes and overwrite_nbytes; and ratios: to_paper, to_floor, floor_to_paper, which no order-0 code
+        undercuts; bound_nbytes and bound_to_paper, which no code at all does.
         ``training``: the same, with step.
         ``zstd_version``, ``notes``: what to know when numbers differ.
     """
@@ -99,7 +101,10 @@ def run(
         for rate in change_rates:
             progress(f"payload of {num_items} tensors, {rate:.1%} changed")
             changes = list(_synthetic(num_items, item_elements, rate, seed))
-            result["layouts"].append({"change_rate": rate, **_compared(changes)})
+            row = _compared(changes)
+            bound = bound_nbytes(changes)
+            bounds = {"bound_nbytes": round(bound), "bound_to_paper": round(bound / row["paper_nbytes"], 4)}
+            result["layouts"].append({"change_rate": rate, **row, **bounds})
     if training:
         progress("training a small transformer")
         for step, changes in _training_changes(warm_up_steps, training_steps, seed):
@@ -148,14 +153,43 @@ def floor_nbytes(changes: Sequence[WeightChange]) -> float:
     num_elements = sum(change.spec.num_elements for change in changes)
     differences = [change.new[change.old != change.new] - change.old[change.old != change.new] for change in changes]
     changed = sum(part.size for part in differences)
-    if changed in (0, num_elements):
-        position_bits = 0.0
-    else:
-        rate = changed / num_elements
-        position_bits = -num_elements * (rate * np.log2(rate) + (1 - rate) * np.log2(1 - rate))
+    position_bits = _position_bits(changed, num_elements)
     counts = np.unique(np.concatenate(differences), return_counts=True)[1]
     value_bits = float((counts * np.log2(changed / counts)).sum()) if changed else 0.0
     return float(position_bits + value_bits) / 8
+
+
+def bound_nbytes(changes: Sequence[WeightChange]) -> float:
+    """Shannon's bound for the synthetic changes of bfloat16 words: what no lossless code undercuts on average, not even one
+    whose two ends both know the old weights and how the changes were drawn.
+
+    Positions are independent of the weights. A difference depends on the old mantissa alone: neighbouring words lie closer
+    together, relative to the value, the larger that is.
+    """
+    num_elements = sum(change.spec.num_elements for change in changes)
+    mantissas = np.concatenate([change.old[change.old != change.new] & 127 for change in changes])
+    bits = np.array([_bits_of_difference(mantissa) for mantissa in range(128)])
+    return (_position_bits(mantissas.size, num_elements) + float(bits[mantissas].sum())) / 8
+
+
+def _bits_of_difference(mantissa: int, reach: int = 40) -> float:
+    """Entropy in bits of the steps from a word of this mantissa to ``value * (1 + 0.01 z)``, rounded, given that it moves."""
+    steps = np.arange(-reach - 1, reach + 2)
+    exponents, mantissas = np.divmod(mantissa + steps, 128)
+    values = (1 + mantissas / 128) * np.exp2(exponents)  # of the words around it
+    borders = (values[1:] + values[:-1]) / 2
+    z = (borders / (1 + mantissa / 128) - 1) / _RELATIVE_CHANGE
+    below = np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in z])
+    chances = np.delete(np.diff(below), reach)  # staying is drawn again
+    chances = chances[chances > 0] / chances.sum()
+    return float(-(chances * np.log2(chances)).sum())
+
+
+def _position_bits(changed: int, num_elements: int) -> float:
+    if changed in (0, num_elements):
+        return 0.0
+    rate = changed / num_elements
+    return float(-num_elements * (rate * np.log2(rate) + (1 - rate) * np.log2(1 - rate)))
 
 
 def _item(change: WeightChange, encoding: Encoding) -> CodedItem | None:
