@@ -133,7 +133,20 @@ def test_training_computes_on_but_a_step_is_refused_until_the_handle_is_done(hel
     pair.assert_equal()
 
 
-@pytest.mark.parametrize("write", ["in place", "behind torch's back"])
+def test_a_step_over_parameters_that_were_replaced_is_refused_too(held):
+    pair, publisher, sender, _ = held
+    for name, parameter in list(pair.policy.named_parameters()):
+        setattr(pair.policy, name, torch.nn.Parameter(parameter.detach().clone()))
+    optimizer = torch.optim.SGD(pair.policy.parameters(), lr=0.1)
+    handle = publisher.publish()
+    with pytest.raises(deltarefit.RejectedError, match="policy version 1 is being published"):
+        optimizer.step()
+    sender.release()
+    handle.wait(20)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("write", ["in place", "behind torch's back", "another Parameter"])
 def test_a_parameter_that_changed_before_the_end_is_found_and_named(held, write):
     """Receivers and record hold what was sent; only the trainer's baseline cannot follow, so the next refit starts anew."""
     pair, publisher, sender, _ = held
@@ -143,8 +156,9 @@ def test_a_parameter_that_changed_before_the_end_is_found_and_named(held, write)
     worker = publisher._owners._worker
     wait_until(lambda: worker._proof is not None and worker._proof.done())  # a write during the proof fails the attempt instead
     if write == "behind torch's back":
-        worker._count_writes = None  # as with a framework that does not count
         pair.policy.first.data.view(torch.int16).view(-1)[0] ^= 1
+    elif write == "another Parameter":
+        pair.policy.first = torch.nn.Parameter(pair.policy.first.detach() + 1)
     else:
         with torch.no_grad():
             pair.policy.first[0, 0] += 1

@@ -115,6 +115,93 @@ def test_a_rebound_parameter_is_followed():
         assert np.array_equal(tasks[name].words(), logical_words(model.state_dict()[name]))
 
 
+def test_a_replaced_module_is_followed():
+    """It is found by where it hangs; the one that was there is nobody's any more."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    adapter = torch_adapter(model)
+    adapter.catalog()
+    model.layers[1] = nn.Linear(3, 3)
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+    adapter.barrier()
+    assert_same(values(adapter), expected(model))
+
+
+def appended(model):
+    model.more = nn.Linear(2, 2)
+
+
+def taken_away(model):
+    model.norm = nn.Identity()
+
+
+def set_to_none(model):
+    model.conv.bias = None
+
+
+def wider(model):
+    model.embed = nn.Embedding(6, 4)
+
+
+def untied(model):
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def negated(model):
+    model.embed.weight.data = torch._neg_view(model.embed.weight.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (appended, r"tensor more.weight, more.bias: 2 tensors were added to the model"),
+        (taken_away, r"tensor norm.weight: is not in the model any more"),
+        (set_to_none, r"tensor conv.bias: is not in the model any more"),
+        (wider, r"embed.weight: .*shape=\(6, 4\).* was .*shape=\(5, 4\)"),
+        (untied, r"tensor head.weight: shared its memory with embed.weight when the publisher was made, and does not now"),
+        (negated, r"tensor embed.weight: is a view that torch negates as it reads it"),
+    ],
+)
+def test_a_model_that_became_another_is_refused_before_anything_is_read(change, message):
+    """Else what was added, untied or hung in its place would silently never be sent."""
+    model = Small()
+    model.head = nn.Linear(4, 5, bias=False)
+    model.head.weight = model.embed.weight
+    adapter = torch_adapter(model)
+    adapter.catalog()
+    adapter.barrier()
+    change(model)
+    with pytest.raises(RejectedError, match=message):
+        adapter.barrier()
+
+
+def test_tied_weights_that_a_manifest_lists_both_may_come_apart():
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    manifest = torch_adapter(model).catalog()
+    model.head.weight = model.embed.weight
+    adapter = torch_adapter(model, manifest=manifest)
+    adapter.catalog()
+    untied(model)
+    adapter.barrier()
+    assert_same(values(adapter), expected(model))
+
+
+def test_lazily_conjugated_parameters_are_refused():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, 2))
+    model.weight.data = torch.zeros(2, 2, dtype=torch.complex64).conj()
+    with pytest.raises(RejectedError, match="tensor weight: is a view that torch conjugates as it reads it"):
+        torch_adapter(model).catalog()
+
+
+def test_a_dtype_that_cannot_be_sent_names_its_tensor():
+    model = nn.Module()
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(RejectedError, match=r"tensor phase: torch dtype torch.complex128: expected one of"):
+        torch_adapter(model).catalog()
+
+
 def test_a_parameter_that_changes_dtype_or_layout_is_refused_with_both():
     model = Small()
     tasks = {task.spec.name: task for task in torch_adapter(model).tasks()}

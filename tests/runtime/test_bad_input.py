@@ -9,6 +9,7 @@ import torch
 import deltarefit
 from deltarefit.runtime.clock import SystemClock
 from deltarefit.runtime.messages import Call, Restore, encode_message
+from deltarefit.testing.collective import run_ranks
 from deltarefit.transport import Mailbox, open_run
 
 from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw
@@ -122,6 +123,33 @@ def test_a_closed_publisher_refuses(pair):
     publisher.close()
     with pytest.raises(deltarefit.RejectedError, match="closed"):
         publisher.refit()
+
+
+@pytest.mark.parametrize("call", ["refit", "publish"])
+def test_a_model_that_lost_a_parameter_is_refused_and_goes_on_once_it_has_it_again(pair, call):
+    publisher = pair.publisher()
+    before = raw(pair.models[0])
+    lost, pair.policy.first = pair.policy.first, None
+    with pytest.raises(deltarefit.RejectedError, match=r"tensor first: is not in the model any more"):
+        getattr(publisher, call)()
+    assert raw(pair.models[0]) == before
+    pair.policy.first = lost
+    pair.refit_at_once(publisher, 1)
+
+
+def test_a_model_that_changed_on_one_rank_is_refused_on_all_at_once(tmp_path):
+    """Else the others would wait for that rank as long as the process group lets them."""
+
+    def rank_main(collective):
+        policy = Policy()
+        run = (tmp_path / "run").as_uri()
+        with deltarefit.Publisher(policy, run=run, settings=IMPATIENT, collective=collective) as publisher:
+            if collective.rank == 1:
+                policy.extra = torch.nn.Linear(2, 2)
+            with pytest.raises(deltarefit.RejectedError, match=r"extra.weight, extra.bias: 2 tensors were added"):
+                publisher.refit()
+
+    run_ranks(2, rank_main)
 
 
 def test_settings_refuse_unknown_names_and_read_sizes():

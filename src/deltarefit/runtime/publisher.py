@@ -149,8 +149,8 @@ class Publisher:
             CommitConflictError: another coordinator took the run over; stop.
             OperatorRequiredError: retries cannot repair it; the text names the command to run.
         """
-        self._source.adapter.barrier()
         self._enter("refit")
+        self._settle()
         return self._refit(Delivery.SYNCHRONOUS)
 
     def publish(self) -> RefitHandle:
@@ -164,8 +164,8 @@ class Publisher:
         Raises:
             RejectedError: another call is under way.
         """
-        self._source.adapter.barrier()
         self._enter("publish")
+        self._settle()
         target = self._policy_version + 1
         why = f"policy version {target} is being published; call handle.wait() before the next optimizer step"
         self._steps.refuse(why)
@@ -307,6 +307,14 @@ class Publisher:
             raise RejectedError(
                 f"{what} while another call on this Publisher is under way; one at a time: wait for its handle first"
             )
+
+    def _settle(self) -> None:
+        """Return when the parameters of all ranks are final; if they cannot be read, the call that began is over."""
+        try:
+            self._source.adapter.barrier()
+        except BaseException:
+            self._busy.release()
+            raise
 
     def _refit(self, delivery: Delivery) -> RefitReport:
         report = msgspec.json.decode(self._decide("refit", lambda: self._transition(delivery)), type=RefitReport)

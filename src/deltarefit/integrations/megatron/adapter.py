@@ -94,10 +94,12 @@ class MegatronAdapter:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 wrapper: Any = chunk
                 wrapper.start_param_sync(force_sync=True)
+        together(self._collective, "reading the model", self._settle)
+
+    def _settle(self) -> None:
         for device in {tensor.live().device for tensor in self._tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        self._collective.barrier()
 
     def _local_tensors(self) -> dict[tuple[int, str], LocalTensor]:
         """The tensors of all tasks, by chunk and name, each with the part of the gathered parameter that this rank holds."""

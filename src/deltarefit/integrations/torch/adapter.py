@@ -12,11 +12,19 @@ import torch
 from deltarefit.bits import dtype_name
 from deltarefit.canonical import Catalog, TensorSpec
 from deltarefit.integrations.torch.export import Convert, Exporter, ExportMap, after, exporter_of, map_export
-from deltarefit.integrations.torch.local import LocalTensor, ShardOf, local_tensors, refuse_shards, unwrap
+from deltarefit.integrations.torch.local import (
+    LocalTensor,
+    ShardOf,
+    check_same_tensors,
+    check_same_ties,
+    local_tensors,
+    refuse_shards,
+    unwrap,
+)
 from deltarefit.integrations.torch.manifest import as_catalog
 from deltarefit.integrations.torch.residual import ExportConverter
 from deltarefit.integrations.torch.tasks import tasks_of
-from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest
+from deltarefit.source import Collective, ConversionTask, LocalCollective, SourceAdapter, check_manifest, together
 
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
@@ -117,11 +125,28 @@ class TorchAdapter:
         return ExportConverter(self._exporter, self._export, self._tensors, self._collective)
 
     def barrier(self) -> None:
-        """See SourceAdapter. Waits for this rank's accelerators, then for the other ranks."""
+        """See SourceAdapter. Waits for this rank's accelerators, then for the other ranks.
+
+        Raises:
+            RejectedError: on some rank, the model is not the one that was read any more.
+        """
+        together(self._collective, "reading the model", self._settle)
+
+    def _settle(self) -> None:
+        check_same_tensors(self._model, self._tensors)
         for device in {tensor.live().device for tensor in self._tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        self._collective.barrier()
+        check_same_ties(self._tensors, self._ties)
+
+    @functools.cached_property
+    def _ties(self) -> list[tuple[str, str]]:
+        """Tied names of which only the second is read."""
+        export = self._export
+        read = {source for parts in export.placements.values() for source, _ in parts}
+        read.update(source for group in export.groups.values() for source in group)
+        pairs = [pair for pair in self._exporter.aliases.items() if not read.issuperset(pair)]
+        return [(name, sent) if sent in read else (sent, name) for name, sent in pairs]
 
 
 def _named_as_in(manifest: Catalog, kept: ExportMap, tied: ExportMap, aliases: Mapping[str, str]) -> ExportMap:

@@ -246,7 +246,7 @@ def _memory(local: LocalTensor) -> object:
     """Equal for tensors that are the same elements. What is empty here has no memory; there, one object is one tensor."""
     tensor = local.live()
     if not tensor.numel() or tensor.device.type == "meta":
-        return id(getattr(local.module, local.attribute))
+        return id(local.registered())
     return storage_id(tensor), local.view, local.dtype
 
 

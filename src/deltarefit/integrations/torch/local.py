@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ __all__ = [
     "LocalTensor",
     "Shard",
     "ShardOf",
+    "check_same_tensors",
+    "check_same_ties",
     "clean_name",
     "is_in_host_memory",
     "is_sharded",
@@ -71,10 +73,12 @@ ShardOf = Callable[[str, torch.Tensor], Shard | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """A parameter or persistent buffer, found again under its module each time, because trainers rebind them."""
+    """A parameter or persistent buffer, found again in its model each time, because trainers rebind parameters and modules."""
 
     name: str
-    module: torch.nn.Module
+    model: torch.nn.Module
+    path: str
+    """Of the module that has it, as the model spells it."""
     attribute: str
     dtype: torch.dtype
     view: StridedView
@@ -95,9 +99,26 @@ class LocalTensor:
             return onto_view(pieces, self.view)
         return onto_shard(pieces, self.shard.shape, self.shard.held, self.view)
 
+    def registered(self) -> Any:
+        """The parameter or buffer itself, as the model has it now.
+
+        Raises:
+            RejectedError: it has none by that name any more.
+        """
+        try:
+            found = getattr(self.model.get_submodule(self.path), self.attribute)
+        except AttributeError:
+            found = None
+        if not isinstance(found, torch.Tensor):
+            raise RejectedError(
+                f"tensor {self.name}: is not in the model any more; expected its tensors to be those it had when the publisher "
+                "was made. Make a new publisher after changing the model"
+            )
+        return found
+
     def tensor(self) -> Any:
-        """The parameter or buffer as the module has it now."""
-        return getattr(self.module, self.attribute).detach()
+        """What it holds now."""
+        return self.registered().detach()
 
     def whole_tensor(self) -> torch.Tensor:
         """A copy of the whole tensor. Collective over the ranks that share it if it is a DTensor."""
@@ -124,6 +145,7 @@ class LocalTensor:
                 f"tensor {self.name}: is {tensor.dtype} with {storage_view(tensor)}, was {self.dtype} with {self.view} when "
                 "the publisher was made; expected layout and dtype to stay. Make a new publisher after changing the model"
             )
+        _check_stored(self.name, tensor)
         return tensor
 
     def words(self, first: int, count: int, dtype: torch.dtype) -> Words:
@@ -195,20 +217,54 @@ def local_tensors(
         RejectedError: a tensor is not materialised, sparse or a subclass that hides its storage, or ``shard_of`` refuses it.
     """
     found: dict[str, LocalTensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, tensor in _own_tensors(module):
-            name = clean_name(f"{path}.{attribute}" if path else attribute)
-            shard = shard_of(name, tensor)
-            part = local_part(tensor)
-            _check_plain(name, part, needs_data=needs_data)
-            found[name] = LocalTensor(name, module, attribute, part.dtype, storage_view(part), shard, is_sharded(tensor))
+    for name, path, attribute, tensor in _named_tensors(model):
+        shard = shard_of(name, tensor)
+        part = local_part(tensor)
+        _check_plain(name, part, needs_data=needs_data)
+        found[name] = LocalTensor(name, model, path, attribute, part.dtype, storage_view(part), shard, is_sharded(tensor))
     return found
+
+
+def check_same_tensors(model: torch.nn.Module, tensors: Container[str]) -> None:
+    """Refuse a model that has tensors beside those that were read: no receiver would ever get them.
+
+    Raises:
+        RejectedError: it has; the text names some.
+    """
+    added = [name for name, *_ in _named_tensors(model) if name not in tensors]
+    if added:
+        raise RejectedError(
+            f"tensor {', '.join(added[:3])}: {len(added)} tensors were added to the model since the publisher was made, and "
+            "receivers have no place for them; expected its parameters and persistent buffers to stay the same. Make a new "
+            "publisher after changing the model"
+        )
+
+
+def check_same_ties(tensors: Mapping[str, LocalTensor], ties: Iterable[tuple[str, str]]) -> None:
+    """Refuse tensors that were one memory when they were read, and are not any more: only the second of each pair is sent.
+
+    Raises:
+        RejectedError: a pair came apart.
+    """
+    for name, sent in ties:
+        if not same_memory(tensors[name].tensor(), tensors[sent]):
+            raise RejectedError(
+                f"tensor {name}: shared its memory with {sent} when the publisher was made, and does not now; what it holds "
+                "would never be sent. Tie them again, or make a new publisher after changing the model"
+            )
 
 
 def same_memory(tensor: torch.Tensor, local: LocalTensor) -> bool:
     """Whether a tensor is a local tensor under another Python object."""
     live, tensor = local.live(), local_part(tensor)
     return storage_id(tensor) == storage_id(live) and tensor.dtype == local.dtype and storage_view(tensor) == local.view
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch.Tensor]]:
+    """Clean name, module path, attribute and tensor of every parameter and persistent buffer, aliases included."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, tensor in _own_tensors(module):
+            yield clean_name(f"{path}.{attribute}" if path else attribute), path, attribute, tensor
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,4 +282,17 @@ def _check_plain(name: str, tensor: torch.Tensor, *, needs_data: bool) -> None:
             f"tensor {name} is a {type(tensor).__name__} with layout {tensor.layout}: its stored bits are not one strided "
             "array. Write conversion tasks for it by hand"
         )
-    dtype_name(tensor.dtype)
+    _check_stored(name, tensor)
+    try:
+        dtype_name(tensor.dtype)
+    except RejectedError as error:
+        raise RejectedError(f"tensor {name}: {error}") from error
+
+
+def _check_stored(name: str, tensor: torch.Tensor) -> None:
+    # Such a view's elements are not what its storage holds: torch negates them whenever it reads them.
+    if tensor.is_conj() or tensor.is_neg():
+        raise RejectedError(
+            f"tensor {name}: is a view that torch {'conjugates' if tensor.is_conj() else 'negates'} as it reads it; expected "
+            "its bits to be stored. Call resolve_conj() and resolve_neg() on it first"
+        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltarefit.errors import RejectedError
@@ -17,9 +19,7 @@ class WriteGuard:
 
     def __init__(self, model: Any) -> None:
         """``model``: a torch module, or a list of them."""
-        modules = model if isinstance(model, list) else [model]
-        self._tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._names = {id(tensor) for tensor in self._tensors}
+        self._modules = model if isinstance(model, list) else [model]
         self._lock = threading.Lock()
         self._why = ""
         self._hook: Any = None
@@ -38,13 +38,22 @@ class WriteGuard:
         if hook is not None:
             hook.remove()
 
-    def count_writes(self) -> tuple[int, ...]:
-        """How often each tensor was written in place, as torch counts; writes through ``.data`` are not among them."""
-        return tuple(int(getattr(tensor, "_local_tensor", tensor)._version) for tensor in self._tensors)
+    def count_writes(self) -> tuple[tuple[int, int], ...]:
+        """Where each tensor lies, and how often it was written in place, as torch counts; writes through ``.data`` are not
+        among them."""
+        parts = (getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors())
+        return tuple((part.data_ptr(), int(part._version)) for part in parts)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Those that the model has now: trainers rebind them."""
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
+        mine = {id(tensor) for tensor in self._tensors()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise RejectedError(f"optimizer step refused: {self._why}")
 
 
