@@ -12,7 +12,7 @@ from deltarefit import kernels
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.kernels import Isa
 from deltarefit.kernels.coding import code_locations, gaps_of
-from deltarefit.pieces import Cast, Piece, whole
+from deltarefit.pieces import Cast, Piece, StridedView, whole
 from deltarefit.records import DeltaRecords, Encoding, LocationForm
 
 ALL = [Isa.NUMPY, *COMPILED]
@@ -104,6 +104,48 @@ def test_long_items_in_every_form(isa, density):
             coded = replace(item, location_form=form, location_planes=code_locations(gaps, form))
             assert kernels.apply_item(got, shard.pieces, coded, isa=isa) == item.count
             assert np.array_equal(got, new)
+
+
+def gaps_with_escapes(rng, count):
+    """Short gaps, and around the borders of vectors and batches such as take none, one or several escapes of either form."""
+    gaps = rng.integers(0, 60, count)
+    for border in (0, 16, 64, 256, 512, 768, count):
+        around = border + np.arange(-2, 3)
+        around = around[(around > 0) & (around < count)]
+        gaps[around] = rng.choice([0, 84, 85, 86, 170, 254, 255, 256, 510, 1020], around.size)
+    gaps[0] = 0
+    return gaps
+
+
+@pytest.mark.parametrize("isa", COMPILED)
+@pytest.mark.parametrize("encoding", list(Encoding))
+@pytest.mark.parametrize(("width", "cast"), [(1, Cast.SAME), (2, Cast.SAME), (2, Cast.WIDEN), (4, Cast.SAME), (8, Cast.SAME)])
+def test_one_contiguous_run_is_as_several_pieces(isa, encoding, width, cast):
+    """The path of items whose tensor lies in one run, against the general one and the twin: batches full, short and alone."""
+    rng = np.random.default_rng(width)
+    for count in (1, 9, 255, 256, 257, 511, 512, 520, 777, 2600):
+        gaps = gaps_with_escapes(rng, count)
+        positions = 5 + np.cumsum(gaps + 1) - 1
+        elements = int(positions[-1]) + 1 + int(rng.integers(0, 2)) * 7
+        spec = replace(contiguous(width, 1).spec, shape=(elements,))
+        values = random_words(rng, count, width)
+        item = kernels.code_records(DeltaRecords(spec, positions, values, np.zeros_like(values)), encoding)
+        storage = random_words(rng, elements + 20, width if cast is Cast.SAME else 4)
+        cut = int(rng.integers(1, elements))
+        one = (Piece(whole((elements,)), StridedView(11, (elements,), (1,)), cast),)
+        two = tuple(
+            Piece(StridedView(at, (n,), (1,)), StridedView(11 + at, (n,), (1,)), cast)
+            for at, n in ((0, cut), (cut, elements - cut))
+        )
+        for form in (LocationForm.GAPS, LocationForm.SHORT_GAPS, LocationForm.WIDE2, LocationForm.WIDE4, LocationForm.WIDE8):
+            coded = replace(item, location_form=form, location_planes=code_locations(gaps, form))
+            expected = storage.copy()
+            assert kernels.apply_item(expected, one, coded, isa=Isa.NUMPY) == count
+            for pieces in (one, two):
+                guarded = Guarded.of(storage, 1)
+                assert kernels.apply_item(guarded.words, pieces, coded, isa=isa) == count
+                assert np.array_equal(guarded.words, expected)
+                assert guarded.intact()
 
 
 @pytest.mark.parametrize("isa", ALL)
