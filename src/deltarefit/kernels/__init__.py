@@ -17,10 +17,11 @@ from deltarefit.kernels.api import (
     plane_totals,
     scan,
 )
-from deltarefit.kernels.batch import BoundDigest, PieceTable, PreparedApply, PreparedDigests, commit_many, digest_many
+from deltarefit.kernels.batch import BoundDigest, PreparedApply, PreparedDigests, commit_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.coding import code_records, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
+from deltarefit.kernels.table import PieceTable
 
 __all__ = [
     "BoundDigest",

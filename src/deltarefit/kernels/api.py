@@ -12,7 +12,6 @@ from deltarefit.errors import PayloadInvalidError, RejectedError
 from deltarefit.kernels import native, native_scan, twins
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.checks import (
-    check_group,
     check_pieces,
     check_target,
     check_words,
@@ -25,7 +24,8 @@ from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
 from deltarefit.kernels.mix import digest_of_elements
 from deltarefit.kernels.nans import NAN_RULES
-from deltarefit.pieces import Cast, Piece
+from deltarefit.kernels.table import PieceTable, tabulate
+from deltarefit.pieces import Piece
 from deltarefit.records import CodedItem, Encoding, Plane, ScanResult
 
 __all__ = [
@@ -45,7 +45,7 @@ def scan(
     spec: TensorSpec,
     candidate: Words,
     baseline: Words,
-    pieces: Sequence[Piece],
+    pieces: PieceTable | Sequence[Piece],
     encoding: Encoding,
     *,
     everything: bool = False,
@@ -57,7 +57,7 @@ def scan(
         spec: the canonical tensor.
         candidate: words of the whole local storage; the pieces' storage side addresses it.
         baseline: words of the pieces' elements in piece order: piece after piece, each row-major once normalised.
-        pieces: one group of ``merge_pieces``, all of cast ``SAME``.
+        pieces: one group of ``merge_pieces``, all of cast ``SAME``; scans of many tensors are quicker with tables of theirs.
         encoding: how values are coded.
         everything: code all elements, changed or not (a dense attempt).
         isa: the implementation; None takes the best one here.
@@ -75,18 +75,15 @@ def scan(
     for words, name in ((candidate, "candidate"), (baseline, "baseline")):
         if words.dtype != spec.word_dtype:
             raise RejectedError(f"{where}: expected {spec.word_dtype} words in the {name}, got {words.dtype}")
-    group = normalise(tuple(pieces))
-    if common_cast(group) is not Cast.SAME:
-        raise RejectedError(f"{where}: expected pieces that keep the stored bits, got cast {common_cast(group).name}")
-    check_pieces(group, candidate, where, spec)
-    check_group(group, where)
-    if baseline.size != total_elements(group):
-        raise RejectedError(f"{where}: expected a baseline of {total_elements(group)} words, got {baseline.size}")
-    if not group:
+    table = tabulate(pieces)
+    table.check_shard(candidate, spec, where)
+    if baseline.size != table.num_elements:
+        raise RejectedError(f"{where}: expected a baseline of {table.num_elements} words, got {baseline.size}")
+    if not table.pieces:
         return ScanResult(None, TensorDigest())
     if (chosen := resolve(isa)) is Isa.NUMPY:
-        return twins.scan(spec, candidate, baseline, group, encoding, everything=everything)
-    return native_scan.scan(spec, candidate, baseline, group, encoding, everything=everything, isa=chosen)
+        return twins.scan(spec, candidate, baseline, table.pieces, encoding, everything=everything)
+    return native_scan.scan(spec, candidate, baseline, table, encoding, everything=everything, isa=chosen)
 
 
 def apply(

@@ -16,43 +16,23 @@ import numpy as np
 
 from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import BaseMismatchError, RejectedError
-from deltarefit.kernels import native, twins
+from deltarefit.kernels import twins
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.checks import check_pieces, check_words, check_writeable, common_cast
+from deltarefit.kernels.checks import check_words, check_writeable
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ApplyCall, CopyCall, DigestCall, address, library, resolve
 from deltarefit.kernels.nans import NAN_RULES
+from deltarefit.kernels.table import PieceTable
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
-__all__ = ["BoundDigest", "PieceTable", "PreparedApply", "PreparedDigests", "commit_many", "digest_many"]
+__all__ = ["BoundDigest", "PreparedApply", "PreparedDigests", "commit_many", "digest_many"]
 
 _MOST_THREADS = 8
 _CHANGES = 1 << 15
 """Changed elements that are worth handing to another thread."""
 _DIGESTED = 1 << 20
 """Elements whose digest is worth it."""
-
-
-class PieceTable:
-    """Pieces as the kernels read them, made once for storages that come and go."""
-
-    __slots__ = ("_fits", "cast", "is_strided", "num_elements", "pieces", "table")
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = tuple(piece.normalised() for piece in pieces if piece.num_elements)
-        self.num_elements = sum(piece.num_elements for piece in self.pieces)
-        self.cast = common_cast(self.pieces)
-        self.table = native.make_piece_table(self.pieces)
-        self.is_strided = native.is_strided(self.pieces)
-        self._fits: tuple[int, object] | None = None
-
-    def check(self, storage: Words, what: str) -> None:
-        """Raises RejectedError: storage and pieces do not fit each other."""
-        check_words(storage, f"{what}, storage")
-        if self._fits != (storage.size, storage.dtype):
-            check_pieces(self.pieces, storage, what)
-            self._fits = (storage.size, storage.dtype)
 
 
 class BoundDigest:

@@ -14,8 +14,8 @@ from deltarefit.kernels import native, twins
 from deltarefit.kernels.checks import check_pieces, check_target, common_cast
 from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, resolve
-from deltarefit.pieces import Piece
+from deltarefit.kernels.library import ApplyCall, address, resolve
+from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
 __all__ = ["BoundPieces"]
@@ -24,7 +24,7 @@ __all__ = ["BoundPieces"]
 class BoundPieces:
     """``apply_item`` for one canonical tensor and one storage."""
 
-    __slots__ = ("_cast", "_isa", "_pieces", "_spec", "_storage", "_table")
+    __slots__ = ("_isa", "_pieces", "_spec", "_storage", "_table", "_target")
 
     def __init__(self, storage: Words, pieces: Sequence[Piece], spec: TensorSpec, *, isa: Isa | None = None) -> None:
         """Check once what ``apply_item`` checks at every call. ``storage`` must stay where it is.
@@ -36,9 +36,9 @@ class BoundPieces:
         held = tuple(piece.normalised() for piece in pieces if piece.num_elements)
         check_pieces(held, storage, where, spec)
         check_target(storage, held, spec.element_nbytes, where)
-        self._cast = common_cast(held)
         self._storage, self._pieces, self._spec, self._isa = storage, held, spec, resolve(isa)
         self._table = native.make_piece_table(held)
+        self._target = native.ApplyTarget(address(storage), address(self._table), len(held), common_cast(held) is Cast.WIDEN)
 
     @property
     def isa(self) -> Isa:
@@ -69,4 +69,4 @@ class BoundPieces:
 
     def fill(self, call: ApplyCall, item: CodedItem) -> object:
         """Write what the kernel needs into ``call``; the result must outlive it."""
-        return native.fill_apply(call, self._storage, self._table, len(self._pieces), self._cast, item)
+        return native.fill_apply(call, self._target, item)

@@ -199,6 +199,8 @@ def library() -> ctypes.CDLL:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where an array's first byte lies; several times quicker than ``array.ctypes.data``."""
+    """Where a contiguous array's first byte lies; several times quicker than ``array.ctypes.data``."""
+    if array.size and array.flags.writeable:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # four times quicker again: no dict is built
     start: int = array.__array_interface__["data"][0]
     return start

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,10 +128,21 @@ def apply_positions(
     return int(library().deltarefit_apply(ctypes.byref(call), isa))
 
 
-def fill_apply(call: ApplyCall, storage: Words, table: Table, num_pieces: int, cast: Cast, item: CodedItem) -> object:
+class ApplyTarget(NamedTuple):
+    """Where items of one tensor go; whoever made it keeps the memory."""
+
+    storage: int
+    """Address."""
+    table: int
+    """Address."""
+    num_pieces: int
+    widens: bool
+
+
+def fill_apply(call: ApplyCall, target: ApplyTarget, item: CodedItem) -> object:
     """Have ``call`` apply an item, for which ``coding.check_columns`` holds. What is returned must outlive the call."""
-    call.storage, call.table, call.pieces = address(storage), address(table), num_pieces
-    call.width, call.widen, call.encoding = item.spec.element_nbytes, cast is Cast.WIDEN, item.encoding
+    call.storage, call.table, call.pieces, call.widen = target
+    call.width, call.encoding = item.spec.element_nbytes, item.encoding
     call.form, call.start, call.count = item.location_form, item.start, item.count
     call.location_nbytes = item.location_planes[0].size if item.location_planes else 0
     call.num_elements = item.spec.num_elements
@@ -150,9 +162,9 @@ def apply_call(call: ApplyCall, isa: Isa) -> int:
 
 def plane_totals(plane: Plane, escape: int, isa: Isa) -> PlaneTotals:
     whole = np.ascontiguousarray(plane)
-    totals = np.zeros(3, np.int64)
-    library().deltarefit_plane_totals(address(whole), whole.size, escape, isa, address(totals))
-    return PlaneTotals(*totals.tolist())
+    totals = (ctypes.c_int64 * 3)()
+    library().deltarefit_plane_totals(address(whole), whole.size, escape, isa, totals)
+    return PlaneTotals(*totals)
 
 
 def shorten_gaps(plane: Plane, nbytes: int, isa: Isa) -> Plane:

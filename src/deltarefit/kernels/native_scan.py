@@ -12,7 +12,6 @@ import ctypes
 import numpy as np
 
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
-from deltarefit.kernels.checks import total_elements
 from deltarefit.kernels.coding import (
     GapTotals,
     code_locations,
@@ -22,9 +21,8 @@ from deltarefit.kernels.coding import (
 )
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import ScanCall, address, library
-from deltarefit.kernels.native import is_strided, piece_table, shorten_gaps
-from deltarefit.kernels.twins import is_contiguous
-from deltarefit.pieces import Piece
+from deltarefit.kernels.native import shorten_gaps
+from deltarefit.kernels.table import PieceTable
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
 
 __all__ = ["scan"]
@@ -46,7 +44,7 @@ class _Scan:
         spec: TensorSpec,
         candidate: Words,
         baseline: Words,
-        pieces: tuple[Piece, ...],
+        table: PieceTable,
         encoding: Encoding,
         isa: Isa,
         *,
@@ -54,10 +52,9 @@ class _Scan:
         everything: bool,
     ) -> None:
         self._spec, self._encoding, self._isa, self._form = spec, encoding, isa, form
-        self._total = total_elements(pieces)
-        self._table = piece_table(pieces)
-        self._keep = (candidate, baseline)
-        scratch_nbytes = library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total, is_strided(pieces))
+        self._total = table.num_elements
+        self._keep = (candidate, baseline, table)
+        scratch_nbytes = library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total, table.is_strided)
         self._scratch = np.empty(scratch_nbytes, np.uint8)
         capacity = self._total if everything else min(self._total, _FIRST_CAPACITY)
         self._values = [np.empty(capacity, np.uint8) for _ in range(spec.element_nbytes)]
@@ -65,9 +62,9 @@ class _Scan:
         self._call = ScanCall(
             candidate=address(candidate),
             baseline=address(baseline),
-            table=address(self._table),
+            table=address(table.table),
             scratch=address(self._scratch),
-            pieces=len(pieces),
+            pieces=len(table.pieces),
             elements=self._total,
             width=spec.element_nbytes,
             encoding=encoding,
@@ -96,7 +93,10 @@ class _Scan:
 
     def is_dense_smaller(self) -> bool:
         """Whether the shard takes fewer bytes whole than as the elements that were found."""
-        return self._call.count > 0 and is_dense_smaller(self._totals, self._spec.element_nbytes, self._total)
+        count, width = self._call.count, self._spec.element_nbytes
+        if count * (width + LocationForm.WIDE8.width) <= self._total * width:  # no form takes more
+            return False
+        return count > 0 and is_dense_smaller(self._totals, width, self._total)
 
     def item(self) -> CodedItem | None:
         """The finished item, in its smallest form; None if nothing was emitted. Ends this scan: its memory is given away."""
@@ -187,21 +187,21 @@ def scan(
     spec: TensorSpec,
     candidate: Words,
     baseline: Words,
-    pieces: tuple[Piece, ...],
+    table: PieceTable,
     encoding: Encoding,
     *,
     everything: bool,
     isa: Isa,
 ) -> ScanResult:
-    contiguous = is_contiguous(pieces)
+    contiguous = table.is_contiguous
     may_turn_dense = contiguous and not everything
     form = LocationForm.RUN if everything and contiguous else LocationForm.GAPS
-    run = _Scan(spec, candidate, baseline, pieces, encoding, isa, form=form, everything=everything)
+    run = _Scan(spec, candidate, baseline, table, encoding, isa, form=form, everything=everything)
     if run.finish(stop_when_dense=may_turn_dense):
         change = run.digest_change
         if not (may_turn_dense and run.is_dense_smaller()):
             return ScanResult(run.item(), change)
     del run
-    dense = _Scan(spec, candidate, baseline, pieces, encoding, isa, form=LocationForm.RUN, everything=True)
+    dense = _Scan(spec, candidate, baseline, table, encoding, isa, form=LocationForm.RUN, everything=True)
     dense.finish(stop_when_dense=False)
     return ScanResult(dense.item(), dense.digest_change)

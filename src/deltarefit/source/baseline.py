@@ -81,8 +81,8 @@ class TaskTracker:
         items: list[CodedItem] = []
         change = TensorDigest()
         num_changed = 0
-        for pieces, committed in zip(self.groups, self._words, strict=True):
-            result = kernels.scan(self.task.spec, storage, committed, pieces, encoding, everything=everything)
+        for pieces, table, committed in zip(self.groups, self._tables, self._words, strict=True):
+            result = kernels.scan(self.task.spec, storage, committed, table, encoding, everything=everything)
             change = change + result.digest_change
             if result.item is not None:
                 items.append(result.item)

@@ -38,19 +38,33 @@ Jobs = Mapping[Name, Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor before and after a step, as bf16 words, with what an owner keeps of it from refit to refit."""
+
+    spec: TensorSpec
+    before: Words
+    after: Words
+    table: kernels.PieceTable
+
+    @classmethod
+    def of(cls, name: str, before: Words, after: Words) -> _Tensor:
+        return cls(TensorSpec(name, "BF16", (before.size,)), before, after, kernels.PieceTable(_whole(before.size)))
+
+
+@dataclass(frozen=True, slots=True)
 class _Shard:
     """A shard before and after a step, as bf16 words."""
 
     before: Words
     after: Words
 
-    def tensors(self) -> list[tuple[TensorSpec, Words, Words]]:
+    def tensors(self) -> list[_Tensor]:
         count = self.before.size // _TENSOR_ELEMENTS
         cuts = [slice(i * _TENSOR_ELEMENTS, (i + 1) * _TENSOR_ELEMENTS) for i in range(count)]
-        return [
-            (TensorSpec(f"layer.{i}", "BF16", (_TENSOR_ELEMENTS,)), self.before[cut], self.after[cut])
-            for i, cut in enumerate(cuts)
-        ]
+        return [_Tensor.of(f"layer.{i}", self.before[cut], self.after[cut]) for i, cut in enumerate(cuts)]
+
+    def whole(self) -> _Tensor:
+        return _Tensor.of("shard", self.before, self.after)
 
 
 def _shard(num_elements: int, change_rate: float, seed: int) -> _Shard:
@@ -80,12 +94,12 @@ def _encode(items: Sequence[CodedItem]) -> bytes:
     )
 
 
-def _scan(spec: TensorSpec, before: Words, after: Words, isa: Isa | None) -> CodedItem | None:
-    return kernels.scan(spec, after, before, _whole(before.size), Encoding.DIFFERENCE, isa=isa).item
+def _scan(tensor: _Tensor, isa: Isa | None = None) -> CodedItem | None:
+    return kernels.scan(tensor.spec, tensor.after, tensor.before, tensor.table, Encoding.DIFFERENCE, isa=isa).item
 
 
-def _owner(shard: _Shard, isa: Isa | None = None) -> bytes:
-    items = [_scan(spec, before, after, isa) for spec, before, after in shard.tensors()]
+def _owner(tensors: Sequence[_Tensor], isa: Isa | None = None) -> bytes:
+    items = [_scan(tensor, isa) for tensor in tensors]
     return _encode([item for item in items if item is not None])
 
 
@@ -97,14 +111,14 @@ def _whole(num_elements: int) -> tuple[Piece, ...]:
 def _bind(resident: Words, shard: _Shard, isa: Isa | None) -> list[BoundPieces]:
     pieces = _whole(_TENSOR_ELEMENTS)
     return [
-        BoundPieces(resident[number * _TENSOR_ELEMENTS : (number + 1) * _TENSOR_ELEMENTS], pieces, spec, isa=isa)
-        for number, (spec, _, _) in enumerate(shard.tensors())
+        BoundPieces(resident[number * _TENSOR_ELEMENTS : (number + 1) * _TENSOR_ELEMENTS], pieces, tensor.spec, isa=isa)
+        for number, tensor in enumerate(shard.tensors())
     ]
 
 
 def _apply(bound: Sequence[BoundPieces], items: Sequence[CodedItem]) -> None:
-    for pieces, item in zip(bound, items, strict=True):
-        pieces.apply_item(item)
+    """As receivers do it."""
+    kernels.PreparedApply(list(zip(bound, items, strict=True))).run(num_threads=1)
 
 
 def _receiver(bound: Sequence[BoundPieces], data: bytes) -> None:
@@ -113,10 +127,9 @@ def _receiver(bound: Sequence[BoundPieces], data: bytes) -> None:
 
 def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
     """Everything that is measured on one shard. ``receiver`` includes checking the payload's digest and decompressing."""
-    pieces = _whole(shard.before.size)
-    spec = TensorSpec("shard", "BF16", (shard.before.size,))
+    whole, tensors = shard.whole(), shard.tensors()
     copy, tracker, resident = np.empty_like(shard.before), shard.before.copy(), shard.before.copy()
-    data, table = _owner(shard), kernels.PieceTable(pieces)
+    data = _owner(tensors)
     items = payload.decode(data).items
     fastest = kernels.available_isas()[-1]
     jobs: dict[Name, Callable[[], object]] = {("memcpy", ""): lambda: np.copyto(copy, shard.after)}
@@ -129,12 +142,12 @@ def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
             continue
         bound = _bind(resident, shard, isa)
         measured = {
-            "scan": lambda isa=isa: _scan(spec, shard.before, shard.after, isa),
-            "owner": lambda isa=isa: _owner(shard, isa),
+            "scan": lambda isa=isa: _scan(whole, isa),
+            "owner": lambda isa=isa: _owner(tensors, isa),
             "receiver": lambda bound=bound: _receiver(bound, data),
             "apply": lambda bound=bound: _apply(bound, items),
-            "digest": lambda isa=isa: kernels.digest(shard.after, pieces, isa=isa),
-            "commit": lambda isa=isa: kernels.commit_many([(tracker, shard.after, table, "")], isa=isa),
+            "digest": lambda isa=isa: kernels.digest(shard.after, whole.table.pieces, isa=isa),
+            "commit": lambda isa=isa: kernels.commit_many([(tracker, shard.after, whole.table, "")], isa=isa),
         }
         jobs |= {(name, isa.name.lower()): job for name, job in measured.items()}
     return jobs
@@ -156,10 +169,10 @@ def _rounds(jobs: Jobs, rounds: int) -> list[dict[Name, float]]:
 
 def _extra_memory(shard: _Shard) -> float:
     """Peak memory of one scan beyond its inputs, as a multiple of the columns that it returns."""
-    spec = TensorSpec("shard", "BF16", (shard.before.size,))
+    whole = shard.whole()
     tracemalloc.start()
     try:
-        item = _scan(spec, shard.before, shard.after, None)
+        item = _scan(whole)
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -170,22 +183,18 @@ def _extra_memory(shard: _Shard) -> float:
 def _speedup_of_two_threads(shard: _Shard, rounds: int = 5) -> float:
     """Wall time of scanning both halves of the shard one after the other, over that of two threads: 2 on two idle cores."""
     half = shard.before.size // 2
-    spec = TensorSpec("half", "BF16", (half,))
-
-    def scan(cut: slice) -> None:
-        _scan(spec, shard.before[cut], shard.after[cut], None)
-
+    cuts = (slice(0, half), slice(half, 2 * half))
+    halves = [_Tensor.of("half", shard.before[cut], shard.after[cut]) for cut in cuts]
     clock = SystemClock()
-    halves = (slice(0, half), slice(half, 2 * half))
     ratios = []
     with ThreadPoolExecutor(2) as pool:
         for _ in range(rounds):
             start_s = clock.monotonic_s()
-            for cut in halves:
-                scan(cut)
+            for tensor in halves:
+                _scan(tensor)
             one_s = clock.monotonic_s() - start_s
             start_s = clock.monotonic_s()
-            list(pool.map(scan, halves))
+            list(pool.map(_scan, halves))
             ratios.append(one_s / (clock.monotonic_s() - start_s))
     return statistics.median(ratios)
 
@@ -195,12 +204,10 @@ def _receiver_on_two_threads(shard: _Shard, rounds: int = 7) -> float:
     copy, resident = np.empty_like(shard.before), shard.before.copy()
     bound, tensors = _bind(resident, shard, None), shard.tensors()
     cuts = [slice(start, start + _PAYLOAD_TENSORS) for start in range(0, len(tensors), _PAYLOAD_TENSORS)]
-    made = ([_scan(spec, before, after, None) for spec, before, after in tensors[cut]] for cut in cuts)
-    payloads = [_encode([item for item in items if item is not None]) for items in made]
+    payloads = [_owner(tensors[cut]) for cut in cuts]
 
     def receive(number: int) -> None:
-        items = payload.decode(payloads[number]).items
-        kernels.PreparedApply(list(zip(bound[cuts[number]], items, strict=True))).run(num_threads=1)
+        _receiver(bound[cuts[number]], payloads[number])
 
     clock = SystemClock()
     ratios = []
