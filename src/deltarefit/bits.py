@@ -77,7 +77,7 @@ def storage_words(tensor: torch.Tensor) -> Words:
     if tensor.device.type != "cpu":
         raise RejectedError(f"storage words of a tensor on {tensor.device}: expected host memory; copy it to the host first")
     width = tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
     return raw[: raw.size // width * width].view(WORDS[width])
 
 

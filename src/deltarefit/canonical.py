@@ -60,6 +60,14 @@ def word_dtype(dtype: str) -> np.dtype[Any]:
         raise RejectedError(f"dtype {dtype!r}: expected one of {', '.join(DTYPE_NBYTES)}") from None
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype and shape of one canonical tensor."""
@@ -72,7 +80,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         word_dtype(self.dtype)
-        if not self.name or len(self.name.encode()) > 65535:
+        if not self.name or not _is_utf8(self.name) or len(self.name.encode()) > 65535:
             raise RejectedError(f"tensor name {self.name[:80]!r}: expected 1 to 65535 bytes of UTF-8")
         if any(n < 0 for n in self.shape) or math.prod(self.shape) > _MAX_ELEMENTS:
             raise RejectedError(f"tensor {self.name}: shape {self.shape} is not a shape of at most 2^62 elements")

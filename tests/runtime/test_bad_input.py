@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 import torch
@@ -150,6 +152,41 @@ def test_a_model_that_changed_on_one_rank_is_refused_on_all_at_once(tmp_path):
                 publisher.refit()
 
     run_ranks(2, rank_main)
+
+
+def test_a_fork_of_a_trainer_or_receiver_is_refused_and_leaves_its_parent_alone(pair):
+    """It has none of the threads, so it would wait for ever; and what it closes is its parent's."""
+    publisher, receiver = pair.publisher(), pair.receivers[0]
+    pair.refit_at_once(publisher, 1)
+    calls = {
+        "refit": publisher.refit,
+        "publish": publisher.publish,
+        "audit": publisher.audit,
+        "serving": lambda: receiver.serving(1.0).__enter__(),
+        "wait_joined": receiver.wait_joined,
+    }
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = []
+        for name, call in calls.items():
+            try:
+                call()
+            except BaseException as error:
+                told.append(f"{name}: {type(error).__name__}: {error}")
+        publisher.close()
+        receiver.close()
+        os.write(writing, "\n".join(told).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    assert [line.partition(":")[0] for line in told] == list(calls)
+    assert all(f"RejectedError: {name}" in line and "a fork of" in line for name, line in zip(calls, told, strict=True))
+    perturb(pair.policy, 1)
+    assert publisher.refit().attempts == 1
+    pair.assert_equal()
 
 
 def test_settings_refuse_unknown_names_and_read_sizes():

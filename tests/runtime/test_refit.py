@@ -162,3 +162,35 @@ def test_requests_wait_while_a_refit_is_under_way(pair):
     publisher.refit()
     with pair.receivers[0].serving(timeout_s=5.0):
         assert pair.receivers[0].policy_version == 1
+
+
+def test_the_trainers_default_device_does_not_matter(pair):
+    """Trainers set it to their accelerator; what is only ever read on the host is still made there."""
+    torch.set_default_device("meta")  # fails sooner than an accelerator
+    try:
+        publisher = pair.publisher()
+        perturb_on_the_host(pair.policy)
+        assert publisher.refit().attempts == 1
+    finally:
+        torch.set_default_device("cpu")
+    pair.assert_equal()
+
+
+def perturb_on_the_host(policy):
+    with torch.device("cpu"):
+        perturb(policy, 0)
+
+
+def test_a_policy_of_inference_tensors_is_refitted(tmp_path):
+    """torch counts no writes to them, so the candidate is proved once more at the commit."""
+    with torch.inference_mode():
+        policy = Policy()
+    with Pair(tmp_path, num_receivers=0) as pair:
+        pair.policy = policy
+        pair.models = [Fused(policy)]
+        pair.attach(pair.models[0], "rollout")
+        publisher = pair.publisher()
+        with torch.inference_mode():
+            perturb(policy, 0)
+        assert publisher.refit().attempts == 1
+        pair.assert_equal()

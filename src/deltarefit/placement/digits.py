@@ -41,7 +41,7 @@ def _table(dtype: str, base: int) -> Words:
     """The stored bits of 0 .. base - 1, shape [base]."""
     if dtype in _RAW:
         return np.arange(base, dtype=word_dtype(dtype))
-    numbers = torch.arange(base, dtype=torch.float64).to(DTYPES[dtype])
+    numbers = torch.arange(base, dtype=torch.float64, device="cpu").to(DTYPES[dtype])
     words: Words = numbers.view(torch.uint8).numpy().view(word_dtype(dtype)).copy()
     return words
 

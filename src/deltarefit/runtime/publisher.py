@@ -33,6 +33,7 @@ from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.owner_group import OwnerGroup
 from deltarefit.runtime.owner_worker import End, OwnerReply, OwnerWorker, sum_digests
+from deltarefit.runtime.process import HomeProcess
 from deltarefit.runtime.refit_state import Session
 from deltarefit.runtime.report import RefitReport
 from deltarefit.runtime.report_making import make_report
@@ -103,6 +104,7 @@ class Publisher:
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
         self._key = key
+        self._home = HomeProcess()
         self._is_closed = False
         self._busy = threading.Lock()
         self._hold: RunHold | None = None
@@ -191,7 +193,9 @@ class Publisher:
             self._session.log.subscribe(listener)
 
     def close(self) -> None:
-        """Give the run back. Receivers keep serving the committed version."""
+        """Give the run back. Receivers keep serving the committed version. Does nothing in a fork: the run is its parent's."""
+        if not self._home.is_here:
+            return
         self._is_closed = True
         is_idle = self._busy.acquire(timeout=_CLOSE_S)  # a refit in the background ends first
         if is_idle:
@@ -301,6 +305,7 @@ class Publisher:
 
     def _enter(self, what: str) -> None:
         """Begin a call; ``_decide`` ends it."""
+        self._home.check(f"{what} on a Publisher")
         if self._is_closed:
             raise RejectedError(f"{what} on a closed Publisher; make a new one")
         if not self._busy.acquire(blocking=False):

@@ -25,6 +25,7 @@ from deltarefit.runtime.gate import LocalGate, RequestGate
 from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.runtime.observers import Observers
 from deltarefit.runtime.presence import Presence
+from deltarefit.runtime.process import HomeProcess
 from deltarefit.runtime.receiver_desk import ReceiverDesk
 from deltarefit.runtime.rejoining import Rejoining
 from deltarefit.runtime.session import control_plane, lease_settings, mail_settings
@@ -75,6 +76,7 @@ class Receiver:
             RejectedError: the run's address, its key or a setting cannot be used.
         """
         self.settings = settings or ReceiverAgentSettings()
+        self._home = HomeProcess()
         self._engine = engine
         self._gate = request_gate
         self._clock = clock or SystemClock()
@@ -250,8 +252,9 @@ class Receiver:
 
         Raises:
             DeadlineError: a refit was still under way after ``timeout_s``.
-            RejectedError: the receiver was given a gate of the user's own.
+            RejectedError: the receiver was given a gate of the user's own, or this is a fork of its process.
         """
+        self._home.check("serving() of a Receiver")  # no refit reaches a fork's copy of the weights
         if not isinstance(self._gate, LocalGate):
             raise RejectedError("serving(): this receiver has a request gate of your own; admit requests through that")
         with self._gate.serving(timeout_s):
@@ -264,6 +267,7 @@ class Receiver:
             RejectedError: the engine cannot take this model; the text names tensor and reason.
             DeadlineError: no trainer opened the run in time.
         """
+        self._home.check("wait_joined() of a Receiver")
         timeout_s = self.settings.join_timeout_s if timeout_s is None else timeout_s
         deadline = Deadline(self._clock, timeout_s)
         while not self._standing.is_joined:
@@ -285,11 +289,13 @@ class Receiver:
         self._log.subscribe(listener)
 
     def close(self) -> None:
-        """Leave the run. The engine keeps its weights; a closed request gate stays closed.
+        """Leave the run. The engine keeps its weights; a closed request gate stays closed. Does nothing in a fork.
 
         Raises:
             DeadlineError: the engine did not come back from a call; the receiver has left all the same.
         """
+        if not self._home.is_here:
+            return
         self._stopping.set()
         thread, self._thread = self._thread, None
         if thread is not None:

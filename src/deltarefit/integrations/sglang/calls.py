@@ -108,7 +108,7 @@ class _EngineFace:
 
         name = PREFIX + json.dumps({key: _text(value) for key, value in info.items()})
         request = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=self._engine._serialize_tensors_per_rank([(name, torch.zeros(1))], LOADER),
+            serialized_named_tensors=self._engine._serialize_tensors_per_rank([(name, torch.zeros(1, device="cpu"))], LOADER),
             load_format=LOADER,
             flush_cache=False,
             selector="target",

@@ -142,7 +142,7 @@ def _check_lengths(sizes: list[int]) -> None:
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:

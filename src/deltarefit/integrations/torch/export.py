@@ -268,7 +268,7 @@ def _transformers_exporter(model: Any, memory: Mapping[str, object]) -> Exporter
     ignored = model._keys_to_ignore_on_save or ()
     memory = {name: where for name, where in memory.items() if name not in ignored}
     # transformers finds ties by comparing addresses; one small tensor per memory tells it the same and copies nothing.
-    stand_ins: dict[object, torch.Tensor] = {where: torch.empty(1) for where in memory.values()}
+    stand_ins: dict[object, torch.Tensor] = {where: torch.empty(1, device="cpu") for where in memory.values()}
     try:
         kept = remove_tied_weights_from_state_dict({name: stand_ins[where] for name, where in memory.items()}, model)
     except RuntimeError as error:

@@ -180,7 +180,7 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
 def host_copy(part: torch.Tensor) -> Words:
     """The words of a contiguous tensor on an accelerator, copied into pinned memory where there is such a thing."""
     # The allocator of pinned memory keeps freed blocks, so repeated scans reuse a few buffers.
-    host = torch.empty(part.numel(), dtype=part.dtype, pin_memory=part.device.type == "cuda")
+    host = torch.empty(part.numel(), dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
     host.copy_(part)
     return storage_words(host)[: part.numel()]
 

@@ -38,10 +38,12 @@ class WriteGuard:
         if hook is not None:
             hook.remove()
 
-    def count_writes(self) -> tuple[tuple[int, int], ...]:
+    def count_writes(self) -> object:
         """Where each tensor lies, and how often it was written in place, as torch counts; writes through ``.data`` are not
-        among them."""
-        parts = (getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors())
+        among them. Unlike any earlier answer if there are tensors whose writes torch does not count."""
+        parts = [getattr(tensor, "_local_tensor", tensor) for tensor in self._tensors()]
+        if any(part.is_inference() for part in parts):
+            return object()
         return tuple((part.data_ptr(), int(part._version)) for part in parts)
 
     def _tensors(self) -> Iterator[torch.Tensor]:

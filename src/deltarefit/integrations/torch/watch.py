@@ -118,7 +118,7 @@ def follow(convert: Convert, shapes: Mapping[str, torch.Tensor]) -> Followed:
         with torch.no_grad(), watch:
             outputs = convert(dict(inputs))
     except Exception:  # whatever a user's function raises on tensors without values
-        zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in shapes.items()}
+        zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in shapes.items()}
         with torch.no_grad():
             outputs = convert(zeros)
         return Followed({name: spec_of(name, tensor) for name, tensor in outputs.items()}, {}, frozenset())
