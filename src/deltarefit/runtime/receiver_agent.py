@@ -252,9 +252,12 @@ class Receiver:
 
         Raises:
             DeadlineError: a refit was still under way after ``timeout_s``.
-            RejectedError: the receiver was given a gate of the user's own, or this is a fork of its process.
+            RejectedError: the receiver was given a gate of the user's own, another one took its name, or this is a fork of its
+                process.
         """
         self._home.check("serving() of a Receiver")  # no refit reaches a fork's copy of the weights
+        if self._standing.is_replaced and self.failure is not None:
+            raise self.failure
         if not isinstance(self._gate, LocalGate):
             raise RejectedError("serving(): this receiver has a request gate of your own; admit requests through that")
         with self._gate.serving(timeout_s):
@@ -341,6 +344,10 @@ class Receiver:
     def step(self, timeout_s: float) -> None:
         """Look for work once, and do it; waits at most ``timeout_s`` for some."""
         self._standing.keep_lease()
+        if self._standing.is_replaced:
+            self._mailroom.close()  # what lies there is for the one that has the name now
+            self._stopping.wait(timeout_s)
+            return
         if not self._standing.is_joined and not self._standing.join():
             self._clock.sleep(timeout_s)
             return

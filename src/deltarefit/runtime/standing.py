@@ -54,6 +54,8 @@ class Standing:
     ) -> None:
         self.failure: RefitError | None = None
         """Why the receiver cannot take part."""
+        self.is_replaced = False
+        """Whether a later start has its name: then it does nothing any more."""
         self._name = name
         self._engine = engine
         self._store = store
@@ -95,7 +97,10 @@ class Standing:
         Others may have gone on without this one. What it holds is looked at again: by itself (``look_at_run``), or by the
         coordinator at the next attempt.
         """
-        if self._presence.may_act:
+        if self._presence.may_act or self.is_replaced:
+            return
+        if self._presence.look_for_another():
+            self._give_way()
             return
         _LOG.warning("receiver %s: its lease ran out; its gate is shut until it holds the committed version", self._name)
         self._application.shut()
@@ -280,6 +285,9 @@ class Standing:
     def look_at_run(self) -> None:
         """Greet a new coordinator, notice that others went on, serve again where that is right."""
         self._application.keep_shut()
+        if self._presence.look_for_another():
+            self._give_way()
+            return
         if self._is_restore_ordered and self._application.attempt is None:
             _LOG.warning("receiver %s: an operator ordered it to be restored", self._name)
             self._may_catch_up = True
@@ -305,6 +313,16 @@ class Standing:
             # Whatever attempt is at hand here is over if the record is idle.
             if self._application.reception.resident.is_gate_closed and self._may_catch_up and state.links and state.is_idle:
                 self._leave()
+
+    def _give_way(self) -> None:
+        """No refit reaches this engine any more: the run's messages go to the other one."""
+        self.is_replaced = True
+        self._application.shut()
+        self.failure = RejectedError(
+            f"receiver {self._name}: another receiver started under this name and took its place, so this one's gate is shut; "
+            "expected one receiver of a name in a run. Give each its own name, or none, and start this one again"
+        )
+        _LOG.error("%s", self.failure)
 
     def _serve_again(self, state: ControlState) -> None:
         if self._presence.may_act and self._application.serve_again(state):
