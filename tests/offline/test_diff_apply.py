@@ -1,6 +1,7 @@
 """diff, apply, fold and verify on real files: equal bytes, file by file."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -249,6 +250,55 @@ def test_output_is_not_overwritten(tmp_path):
     assert files_of(tmp_path / "empty") == files_of(paths[2])
     with pytest.raises(RejectedError, match="there is no directory"):
         offline.fold_deltas(deltas[:1], tmp_path / "nowhere" / "d")
+
+
+def test_an_output_that_is_an_input_is_refused_even_with_force(tmp_path):
+    """Replacing it would destroy what the result was made from, and is needed to use it."""
+    paths, deltas = chain_of(tmp_path, four_versions())
+    single = write_file(tmp_path / "single.safetensors", {"a": tensor("F32", (2,), np.float32([1, 2]))})
+    other = write_file(tmp_path / "other.safetensors", {"a": tensor("F32", (2,), np.float32([1, 3]))})
+    offline.diff_checkpoints(single, other, tmp_path / "d.delta")
+    (tmp_path / "link").symlink_to(other)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for output in (next(paths[0].glob("*.safetensors")), paths[1] / "config.json", paths[1] / "new.delta"):
+        with pytest.raises(RejectedError, match=r"is read here|would belong to the checkpoint"):
+            offline.diff_checkpoints(paths[0], paths[1], output, replace=True)
+    for output in (single, other, tmp_path / "link"):
+        with pytest.raises(RejectedError, match="is read here"):
+            offline.diff_checkpoints(single, other, output, replace=True)
+    for output in (single, tmp_path / "d.delta"):
+        with pytest.raises(RejectedError, match="is read here"):
+            offline.apply_deltas(single, [tmp_path / "d.delta"], output, replace=True)
+    with pytest.raises(RejectedError, match="is read here"):
+        offline.fold_deltas(deltas, deltas[1], replace=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_an_output_that_is_no_file_is_refused_even_with_force(tmp_path):
+    """A rename would put a file in the place of a device, for every program of the machine."""
+    paths, deltas = chain_of(tmp_path, four_versions())
+    os.mkfifo(tmp_path / "pipe")
+    for write in (
+        lambda: offline.diff_checkpoints(paths[0], paths[1], tmp_path / "pipe", replace=True),
+        lambda: offline.fold_deltas(deltas, tmp_path / "pipe", replace=True),
+    ):
+        with pytest.raises(RejectedError, match="is a device, a pipe or a socket"):
+            write()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_is_followed_to_the_directory_that_a_checkpoint_is_written_to(tmp_path):
+    paths, deltas = chain_of(tmp_path, four_versions())
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "scratch")
+    offline.apply_deltas(paths[0], deltas[:1], tmp_path / "out")
+    assert files_of(tmp_path / "scratch") == files_of(paths[1])
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no" / "such")
+    with pytest.raises(RejectedError, match="there is no directory"):
+        offline.apply_deltas(paths[0], deltas[:1], tmp_path / "nowhere")
+    (tmp_path / "delta").symlink_to(tmp_path / "no" / "such")
+    with pytest.raises(RejectedError, match="exists; choose another output"):
+        offline.fold_deltas(deltas, tmp_path / "delta")
 
 
 def test_verify_says_what_differs(tmp_path):

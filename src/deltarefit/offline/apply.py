@@ -17,7 +17,7 @@ from deltarefit.kernels import digest
 from deltarefit.offline.chain import Chain
 from deltarefit.offline.checkpoint import Checkpoint
 from deltarefit.offline.digests import Digests
-from deltarefit.offline.files import DISK, Disk, new_directory, new_file, require_free, write_file
+from deltarefit.offline.files import DISK, Disk, new_directory, new_file, require_apart, require_free, write_file
 from deltarefit.offline.grid import Unit, group
 from deltarefit.offline.manifest import first_difference, policy_digest_of
 from deltarefit.offline.pool import SILENT, Meter, Settings, Workers
@@ -60,14 +60,17 @@ def apply_deltas(
         replace: overwrite an existing output file. Directories are never overwritten.
 
     Raises:
-        RejectedError: the chain has a gap, or the output exists.
+        RejectedError: the chain has a gap, or the output exists or is one of the inputs.
         BaseMismatchError: the base is another checkpoint.
         PayloadInvalidError: a delta was cut or altered.
         OSError: reading or writing failed.
     """
     with Chain(deltas) as chain, Checkpoint(base) as source, Workers(settings or Settings()) as workers:
         is_directory = chain.last.manifest.layout == "directory"
+        if is_directory and output.is_symlink():
+            output = output.resolve()  # no directory can be renamed onto a link
         require_free(output, directory=is_directory, replace=replace)
+        require_apart(output, (*deltas, *source.paths()))
         prepared = prepare(chain, source, workers, meter)
         if is_directory:
             with new_directory(output, disk) as directory:

@@ -143,6 +143,10 @@ class Checkpoint:
         """An uninitialised array of the tensor's words."""
         return np.empty(count, WORDS[self.tensor(name).word_nbytes])
 
+    def paths(self) -> tuple[Path, ...]:
+        """Of all files that belong to it."""
+        return (*(file.path for file in self.files), *(companion.path for companion in self.companions.values()))
+
     def check_unchanged(self) -> None:
         """Refuse if a file was replaced or written since it was opened.
 

@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 
 from deltarefit.canonical import TensorDigest, Words
+from deltarefit.errors import RejectedError
 from deltarefit.kernels import digest, scan
 from deltarefit.offline.checkpoint import Checkpoint, Companion
 from deltarefit.offline.container import DeltaWriter, digest_of, encode_items
 from deltarefit.offline.digests import Digests, digest_slices
-from deltarefit.offline.files import DISK, Disk, new_file
+from deltarefit.offline.files import DISK, Disk, new_file, require_apart
 from deltarefit.offline.grid import Grid, Slice, Unit, group
 from deltarefit.offline.manifest import FileRow, Manifest, TensorRow, identity_of
 from deltarefit.offline.pool import SILENT, Meter, Settings, Workers, scratch
@@ -116,6 +117,14 @@ class _Comparison:
         return image
 
 
+def _refuse_among_companions(output: Path, new: Checkpoint) -> None:
+    if new.is_directory and not output.name.startswith(".") and output.resolve().parent == new.path.resolve():
+        raise RejectedError(
+            f"{output}: would belong to the checkpoint {new.path} from then on, which then is not what the delta gives; choose "
+            "an output in another directory"
+        )
+
+
 def diff_checkpoints(
     old: Path,
     new: Path,
@@ -142,36 +151,38 @@ def diff_checkpoints(
         disk: where to write; for tests.
 
     Raises:
-        RejectedError: an input is no checkpoint or changed while it was read, or the output exists.
+        RejectedError: an input is no checkpoint or changed while it was read, or the output exists or belongs to an input.
         OSError: reading or writing failed.
     """
     with (
         Checkpoint(old, tensors_only=tensors_only) as old_side,
         Checkpoint(new, tensors_only=tensors_only) as new_side,
-        new_file(output, disk, replace=replace) as fd,
-        Workers(settings or Settings()) as workers,
     ):
-        comparison = _Comparison(old_side, new_side, encoding)
-        writer = DeltaWriter(fd, disk)
-        uncovered_nbytes = sum(piece.nbytes for piece in comparison.uncovered())
-        meter.start("compare", new_side.nbytes + uncovered_nbytes)
-        rows = _compare_all(comparison, writer, workers, meter)
-        files = _store_files(writer, old_side, new_side)
-        manifest = Manifest(
-            base=identity_of({row.name: row.base for row in rows if row.base is not None}),
-            target=identity_of({row.name: row.target for row in rows if row.target is not None}),
-            layout="directory" if new_side.is_directory else "file",
-            tensors_only=tensors_only,
-            encoding=encoding.name.lower(),
-            plan=comparison.plan,
-            tensors=rows,
-            files=files,
-            payloads=tuple(writer.payloads),
-            blobs=tuple(writer.blobs),
-        )
-        old_side.check_unchanged()
-        new_side.check_unchanged()
-        delta_id, nbytes = writer.finish(manifest)
+        require_apart(output, (*old_side.paths(), *new_side.paths()))
+        if not tensors_only:
+            _refuse_among_companions(output, new_side)
+        with new_file(output, disk, replace=replace) as fd, Workers(settings or Settings()) as workers:
+            comparison = _Comparison(old_side, new_side, encoding)
+            writer = DeltaWriter(fd, disk)
+            uncovered_nbytes = sum(piece.nbytes for piece in comparison.uncovered())
+            meter.start("compare", new_side.nbytes + uncovered_nbytes)
+            rows = _compare_all(comparison, writer, workers, meter)
+            files = _store_files(writer, old_side, new_side)
+            manifest = Manifest(
+                base=identity_of({row.name: row.base for row in rows if row.base is not None}),
+                target=identity_of({row.name: row.target for row in rows if row.target is not None}),
+                layout="directory" if new_side.is_directory else "file",
+                tensors_only=tensors_only,
+                encoding=encoding.name.lower(),
+                plan=comparison.plan,
+                tensors=rows,
+                files=files,
+                payloads=tuple(writer.payloads),
+                blobs=tuple(writer.blobs),
+            )
+            old_side.check_unchanged()
+            new_side.check_unchanged()
+            delta_id, nbytes = writer.finish(manifest)
     return report_of(manifest, output, delta_id, nbytes)
 
 

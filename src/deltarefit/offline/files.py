@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,14 +128,27 @@ def require_free(path: Path, *, directory: bool, replace: bool = False) -> None:
     """
     if not path.parent.is_dir():
         raise RejectedError(f"{path}: there is no directory {path.parent} to write it to")
-    if not path.exists():
+    if not os.path.lexists(path):
         return
+    if not directory and not path.is_dir() and not path.is_file() and not path.is_symlink():
+        raise RejectedError(f"{path}: is a device, a pipe or a socket, but the result is a file; choose a file name")
     if directory and (not path.is_dir() or any(path.iterdir())):
         raise RejectedError(f"{path}: exists; the result is a directory: choose one that is empty or does not exist yet")
     if not directory and path.is_dir():
         raise RejectedError(f"{path}: is a directory, but the result is one file; choose a file name")
     if not directory and not replace:
         raise RejectedError(f"{path}: exists; choose another output or give --force")
+
+
+def require_apart(path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output path that is one of the files that are read: replacing it would destroy what the result depends on.
+
+    Raises:
+        RejectedError: it is one of them, perhaps by another name.
+    """
+    for source in inputs:
+        if path.exists() and path.samefile(source):
+            raise RejectedError(f"{path}: is read here, as {source}; choose another output")
 
 
 def write_file(path: Path, content: bytes, disk: Disk = DISK) -> None:

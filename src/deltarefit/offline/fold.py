@@ -9,7 +9,7 @@ from pathlib import Path
 from deltarefit.offline.chain import Chain
 from deltarefit.offline.container import DeltaWriter, encode_items
 from deltarefit.offline.diff import DiffReport, report_of
-from deltarefit.offline.files import DISK, Disk, new_file, require_free
+from deltarefit.offline.files import DISK, Disk, new_file, require_apart, require_free
 from deltarefit.offline.grid import Unit, group
 from deltarefit.offline.manifest import FileRow, Manifest, TensorRow
 from deltarefit.offline.pool import FOLD_COST, SILENT, Meter, Settings, Workers
@@ -33,13 +33,14 @@ def fold_deltas(
     changed and changed back by overwrite, so it can be larger than a new ``diff`` of the two ends.
 
     Raises:
-        RejectedError: the chain has a gap, the output exists, or an element was changed by difference in one delta and by xor
-            in another.
+        RejectedError: the chain has a gap, the output exists or is one of the deltas, or an element was changed by difference
+            in one delta and by xor in another.
         PayloadInvalidError: a delta was cut or altered.
         OSError: reading or writing failed.
     """
     with Chain(deltas) as chain, Workers(settings or Settings(), FOLD_COST) as workers:
         require_free(output, directory=False, replace=replace)
+        require_apart(output, deltas)
         target_files(chain.last)
         check_bodies(chain.deltas, workers, meter)
         with new_file(output, disk, replace=replace) as fd:
