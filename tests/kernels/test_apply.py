@@ -117,11 +117,18 @@ def gaps_with_escapes(rng, count):
     return gaps
 
 
+def runs(cast, spans):
+    """Pieces for these spans of a tensor, one after the other in a storage that starts with other things."""
+    start = spans[0][0] - 11
+    views = [(StridedView(low, (high - low,), (1,)), StridedView(low - start, (high - low,), (1,))) for low, high in spans]
+    return tuple(Piece(canonical, stored, cast) for canonical, stored in views)
+
+
 @pytest.mark.parametrize("isa", COMPILED)
 @pytest.mark.parametrize("encoding", list(Encoding))
 @pytest.mark.parametrize(("width", "cast"), [(1, Cast.SAME), (2, Cast.SAME), (2, Cast.WIDEN), (4, Cast.SAME), (8, Cast.SAME)])
 def test_one_contiguous_run_is_as_several_pieces(isa, encoding, width, cast):
-    """The path of items whose tensor lies in one run, against the general one and the twin: batches full, short and alone."""
+    """The path of storage that holds one run, against the general one and the twin: batches full, short, alone and cut."""
     rng = np.random.default_rng(width)
     for count in (1, 9, 255, 256, 257, 511, 512, 520, 777, 2600):
         gaps = gaps_with_escapes(rng, count)
@@ -131,21 +138,25 @@ def test_one_contiguous_run_is_as_several_pieces(isa, encoding, width, cast):
         values = random_words(rng, count, width)
         item = kernels.code_records(DeltaRecords(spec, positions, values, np.zeros_like(values)), encoding)
         storage = random_words(rng, elements + 20, width if cast is Cast.SAME else 4)
-        cut = int(rng.integers(1, elements))
-        one = (Piece(whole((elements,)), StridedView(11, (elements,), (1,)), cast),)
-        two = tuple(
-            Piece(StridedView(at, (n,), (1,)), StridedView(11 + at, (n,), (1,)), cast)
-            for at, n in ((0, cut), (cut, elements - cut))
-        )
-        for form in (LocationForm.GAPS, LocationForm.SHORT_GAPS, LocationForm.WIDE2, LocationForm.WIDE4, LocationForm.WIDE8):
-            coded = replace(item, location_form=form, location_planes=code_locations(gaps, form))
-            expected = storage.copy()
-            assert kernels.apply_item(expected, one, coded, isa=Isa.NUMPY) == count
-            for pieces in (one, two):
-                guarded = Guarded.of(storage, 1)
-                assert kernels.apply_item(guarded.words, pieces, coded, isa=isa) == count
-                assert np.array_equal(guarded.words, expected)
-                assert guarded.intact()
+        for first, past in ((0, elements), sorted(rng.choice(elements + 1, 2, replace=False).tolist())):
+            cut = int(rng.integers(first, past))
+            one, two = runs(cast, [(first, past)]), runs(cast, [(first, cut), (cut, past)])
+            for form in (
+                LocationForm.GAPS,
+                LocationForm.SHORT_GAPS,
+                LocationForm.WIDE2,
+                LocationForm.WIDE4,
+                LocationForm.WIDE8,
+            ):
+                coded = replace(item, location_form=form, location_planes=code_locations(gaps, form))
+                expected = storage.copy()
+                changed = kernels.apply_item(expected, one, coded, isa=Isa.NUMPY)
+                assert changed == np.count_nonzero((positions >= first) & (positions < past))
+                for pieces in (one, two):
+                    guarded = Guarded.of(storage[: past - first + 11], 1)
+                    assert kernels.apply_item(guarded.words, pieces, coded, isa=isa) == changed
+                    assert np.array_equal(guarded.words, expected[: past - first + 11])
+                    assert guarded.intact()
 
 
 @pytest.mark.parametrize("isa", ALL)
