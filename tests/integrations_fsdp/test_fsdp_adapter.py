@@ -17,10 +17,10 @@ from torch.distributed.tensor import Partial, Replicate, distribute_tensor  # no
 
 from deltarefit.bits import logical_words, storage_words  # noqa: E402
 from deltarefit.errors import RejectedError  # noqa: E402
-from deltarefit.integrations.fsdp import fsdp_adapter, shard_of  # noqa: E402
+from deltarefit.integrations.fsdp import fsdp_adapter, shard_of, write_guard  # noqa: E402
 from deltarefit.integrations.torch import tasks, torch_adapter  # noqa: E402
 from deltarefit.integrations.torch.local import local_part  # noqa: E402
-from deltarefit.source import SourceSettings, open_source  # noqa: E402
+from deltarefit.source import LocalCollective, SourceSettings, open_source  # noqa: E402
 from deltarefit.testing.checkpoints import load_tensors, tiny_model  # noqa: E402
 from deltarefit.testing.collective import ThreadCollective, run_ranks  # noqa: E402
 
@@ -162,5 +162,23 @@ def test_a_parameter_that_is_gathered_at_refit_time_is_refused_with_what_to_do()
         (task,) = adapter.tasks()
         task.words()
         model.weight = nn.Parameter(torch.zeros(4, 4))
+        adapter._collective = LocalCollective()
         with pytest.raises(RejectedError, match=r"weight: is gathered now .* Reshard the module before the refit"):
-            task.words()
+            adapter.barrier()
+
+
+def test_an_optimizer_is_held_up_also_while_its_parameters_are_gathered():
+    with rank_of(2, 0):
+        model = nn.Linear(4, 4, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        guard = write_guard(model)
+        guard.refuse("being published")
+        try:
+            before = guard.count_writes()
+            model.weight = nn.Parameter(torch.zeros(4, 4))  # as a forward pass leaves the outermost ones
+            with pytest.raises(RejectedError, match="optimizer step refused: being published"):
+                optimizer.step()
+            assert guard.count_writes() == before, "a gathered copy is no write"
+        finally:
+            guard.allow()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class LocalTensor:
     """None if this rank holds the whole tensor."""
     is_dtensor: bool = False
     """Whether the parameter itself knows that it is a shard."""
+    shard_seen: list[Any] = field(default_factory=list, repr=False)
+    """The parameter itself, as ``live`` saw it last, if it is a DTensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,9 +124,9 @@ class LocalTensor:
 
     def whole_tensor(self) -> torch.Tensor:
         """A copy of the whole tensor. Collective over the ranks that share it if it is a DTensor."""
-        self.live()
-        tensor = self.tensor()
-        return tensor.full_tensor() if self.is_dtensor else tensor.clone()  # type: ignore[no-any-return]
+        found = self._found()
+        self._part(found)
+        return found.detach().full_tensor() if self.is_dtensor else found.detach().clone()  # type: ignore[no-any-return]
 
     def live(self) -> torch.Tensor:
         """This rank's part as it is now.
@@ -132,14 +134,24 @@ class LocalTensor:
         Raises:
             RejectedError: it changed shape, strides or dtype, or was gathered, since its facts were read.
         """
-        tensor = self.tensor()
-        if is_sharded(tensor) != self.is_dtensor:
+        found = self.registered()
+        if is_sharded(found) != self.is_dtensor:
             now = "gathered" if self.is_dtensor else "sharded"
             raise RejectedError(
                 f"tensor {self.name}: is {now} now and was not when the publisher was made; expected shards to be as they are "
                 "between steps. Reshard the module before the refit"
             )
-        tensor = local_part(tensor)
+        if self.is_dtensor:
+            self.shard_seen[:] = [found]
+        return self._part(found)
+
+    def _found(self) -> Any:
+        """What ``live`` reads, also while the module computes: what it gathers for that is a copy, its shard stays."""
+        found = self.registered()
+        return self.shard_seen[0] if self.shard_seen and not is_sharded(found) else found
+
+    def _part(self, found: torch.Tensor) -> torch.Tensor:
+        tensor = local_part(found.detach())
         if tensor.dtype != self.dtype or storage_view(tensor) != self.view:
             raise RejectedError(
                 f"tensor {self.name}: is {tensor.dtype} with {storage_view(tensor)}, was {self.dtype} with {self.view} when "
@@ -153,7 +165,7 @@ class LocalTensor:
 
         A view of the parameter where it is in host memory and of that dtype, else a host copy.
         """
-        tensor = self.live()
+        tensor = self._part(self._found())
         part = tensor.as_strided((count,), (1,), first).to(dtype)
         if not is_in_host_memory(tensor):
             return host_copy(part)
@@ -162,7 +174,7 @@ class LocalTensor:
 
     def packed_words(self, views: Sequence[StridedView], dtype: torch.dtype) -> Words:
         """Bits of the elements of views on the storage, one view behind another, each cast to ``dtype``. Always a copy."""
-        tensor = self.live()
+        tensor = self._part(self._found())
         packed = torch.empty(sum(view.num_elements for view in views), dtype=dtype, device=tensor.device)
         start = 0
         for view in views:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltarefit.errors import RejectedError
+from deltarefit.integrations.torch.local import is_sharded
 
 __all__ = ["WriteGuard", "write_guard"]
 
@@ -20,12 +21,14 @@ class WriteGuard:
     def __init__(self, model: Any) -> None:
         """``model``: a torch module, or a list of them."""
         self._modules = model if isinstance(model, list) else [model]
+        self._shards: dict[tuple[int, str], torch.Tensor] = {}
         self._lock = threading.Lock()
         self._why = ""
         self._hook: Any = None
 
     def refuse(self, why: str) -> None:
         """Until ``allow``, a step of any torch optimizer over one of the parameters raises RejectedError and does nothing."""
+        self._tensors()  # notes the shards, as long as none is gathered
         with self._lock:
             self._why = why
             if self._hook is None:
@@ -46,11 +49,16 @@ class WriteGuard:
             return object()
         return tuple((part.data_ptr(), int(part._version)) for part in parts)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """Those that the model has now: trainers rebind them."""
-        for module in self._modules:
-            yield from module.parameters()
-            yield from module.buffers()
+    def _tensors(self) -> list[torch.Tensor]:
+        """Those that the model has now, as trainers rebind them; shards also while their module has them gathered."""
+        found = []
+        for number, module in enumerate(self._modules):
+            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                key = number, name
+                if is_sharded(tensor):
+                    self._shards[key] = tensor
+                found.append(self._shards.get(key, tensor))
+        return found
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
