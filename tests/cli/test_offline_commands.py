@@ -1,6 +1,7 @@
 """diff, apply, fold, inspect and verify from the command line: exit codes, JSON, text, and no torch."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -163,3 +164,26 @@ def test_output_that_nobody_reads_is_no_error(versions, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         child.stdout.close()
         assert "error" not in child.stderr.read()
+
+
+@pytest.mark.parametrize("flags", [["--all"], ["--json"]])
+def test_names_and_paths_that_the_terminal_cannot_show_are_shown_all_the_same(tmp_path, flags):
+    """A job's log is often ASCII, and file names are bytes."""
+    name = "w\U0001f600\u00e9"
+    header = build_header([(name, "U8", (4,), 4)], {})
+    for number in (0, 1):
+        (tmp_path / f"v{number}.safetensors").write_bytes(header.prefix + bytes([number] * 4))
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+    def shown(*arguments):
+        program = [sys.executable, "-c", "from deltarefit.cli import main; main()", *arguments]
+        return subprocess.run(program, env=environment, check=True, timeout=60, stdout=subprocess.PIPE).stdout
+
+    delta = os.fsencode(tmp_path / "d") + b"\xff.delta"
+    made = shown("diff", str(tmp_path / "v0.safetensors"), str(tmp_path / "v1.safetensors"), "-o", delta)
+    assert b"tensors  1 changed" in made
+    told = shown("inspect", delta, *flags)
+    if "--json" in flags:
+        assert name in json.dumps(json.loads(told), ensure_ascii=False)
+    else:
+        assert b"w\\U0001f600\\xe9" in told

@@ -6,6 +6,7 @@ May import every room. Commands are imported only when they are asked for, so th
 
 from __future__ import annotations
 
+import io
 import sys
 
 __all__ = ["main"]
@@ -20,4 +21,7 @@ def main() -> None:
             raise
         sys.stderr.write("error: the command line needs click and rich: pip install 'deltarefit[cli]'\n")
         sys.exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names and paths may hold what a terminal cannot show
     program()

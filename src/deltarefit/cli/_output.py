@@ -7,6 +7,7 @@ stderr, so that ``--json`` output can be piped while progress is still shown.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -105,10 +106,18 @@ def key_file_option(command: CommandT) -> CommandT:
     return click.option("--key-file", type=kind, default=None, help="A file with the run's secret, if it has one.")(command)
 
 
+def _as_json(value: Any) -> bytes:
+    """In UTF-8, whatever the terminal takes."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # there is a path in it that is no UTF-8
+        return json.dumps(msgspec.to_builtins(value)).encode()
+
+
 def emit(result: Any, *, as_json: bool, human: Callable[[], None]) -> None:
     """Print a result: a mapping, a msgspec struct or a dataclass as one line of JSON, or whatever ``human`` prints."""
     if as_json:
-        click.echo(msgspec.json.encode(result).decode())
+        click.echo(_as_json(result))
     else:
         human()
 
@@ -160,7 +169,7 @@ def fail_check() -> NoReturn:
 
 def _fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
     if as_json:
-        click.echo(msgspec.json.encode({"error": {"kind": kind, "message": message}}).decode())
+        click.echo(_as_json({"error": {"kind": kind, "message": message}}))
     click.echo(f"error: {message}", err=True)
     raise click.exceptions.Exit(EXIT_FAILED)
 
