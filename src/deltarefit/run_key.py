@@ -53,7 +53,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
         raise RejectedError(f"key file {path}: expected a file with the run's key: {error}") from error
     low, high = KEY_NBYTES
     if not low <= len(key) <= high:
-        found = f"{len(key)} bytes" if len(key) < _MOST_READ - len(_LINE_END) else "more"
+        found = f"{len(key)} bytes" if len(key) < _MOST_READ - len(_LINE_END) else f"more than {high} bytes"
         raise RejectedError(f"key file {path}: {found}, line ends of a text not counted; expected {low} to {high}; {_ADVICE}")
     return key
 

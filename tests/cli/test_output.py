@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from deltarefit.cli import _output
+from deltarefit.cli.program import program
 from deltarefit.errors import BaseMismatchError
 
 
@@ -109,3 +110,16 @@ def test_terminal_progress_shows_stage_and_bytes(monkeypatch):
     assert "compare" in shown.getvalue()
     assert "1.0/2.0 KiB" in shown.getvalue()
     assert "10/10 bytes" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["status", "--watch", "--for", "1"], ["abort", "--reason", "why"]],
+    ids=lambda words: " ".join(words),
+)
+def test_looking_at_a_run_that_is_not_there_makes_none(command, tmp_path):
+    mistyped = tmp_path / "rnu7"
+    result = CliRunner().invoke(program, [*command, "--run", f"file://{mistyped}"])
+    assert result.exit_code != 0
+    assert "there is no such directory; check the address, or start the trainer first" in result.output
+    assert not mistyped.exists()

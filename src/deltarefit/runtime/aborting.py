@@ -33,7 +33,7 @@ def abort_refit(run: str, reason: str, *, clock: Clock, ids: IdSource, wait_s: f
     Raises:
         RejectedError: no refit is under way, or there is no such run.
     """
-    control = control_plane(open_run(run, clock=clock), clock, ids)
+    control = control_plane(open_run(run, clock=clock, may_be_new=False), clock, ids)
     state = control.request_abort(reason)
     fenced = state.attempt.attempt if state.attempt is not None else ""
     deadline = Deadline(clock, wait_s)

@@ -40,7 +40,7 @@ class RunView:
     """Looks at a run again and again; changes nothing."""
 
     def __init__(self, run: str, *, clock: Clock, ids: IdSource) -> None:
-        self._store: RunStore = open_run(run, clock=clock)
+        self._store: RunStore = open_run(run, clock=clock, may_be_new=False)
         if self._store.directory is not None and not (self._store.directory / "control" / "record.sqlite").exists():
             raise RejectedError(f"no run at {run}: expected a control record there; check the address")
         self._control = control_plane(self._store, clock, ids)

@@ -87,7 +87,7 @@ def open_existing(run: str, clock: Clock, ids: IdSource) -> tuple[RunStore, Cont
     Raises:
         RejectedError: there is no such run.
     """
-    store = open_run(run, clock=clock)
+    store = open_run(run, clock=clock, may_be_new=False)
     state = control_plane(store, clock, ids).read()
     if state is None:
         raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")

@@ -31,6 +31,7 @@ def open_run(
     settings: StoreSettings | None = None,
     options: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    may_be_new: bool = True,
 ) -> RunStore:
     """Open the store of a run. Sends no request: a wrong bucket or key shows at the first use.
 
@@ -43,15 +44,18 @@ def open_run(
             ``secret_access_key``; they go before the environment.
         environment: where credentials and endpoint are looked up (``AWS_…``, ``GOOGLE_…``, ``AZURE_…``); the process's by
             default. Clients read the process's by themselves, so a given mapping only adds to it.
+        may_be_new: make a directory that is not there. Who only looks at a run, or stops it, mistyped the URL then.
 
     Raises:
-        RejectedError: the URL is of no known form, or the client refuses the options.
+        RejectedError: the URL is of no known form, the client refuses the options, or a directory that must be there is not.
     """
     chosen = settings if settings is not None else StoreSettings()
     parts = _split(url)
     opener = _OPENERS.get(parts.scheme)
     if opener is None:
         raise RejectedError(f"run URL {url!r}: {_EXPECTED}")
+    if parts.scheme == "file" and not may_be_new and not Path(unquote(parts.path)).is_dir():
+        raise RejectedError(f"no run at {url}: there is no such directory; check the address, or start the trainer first")
     variables = os.environ if environment is None else environment
     try:
         backend, directory = opener(parts, chosen, dict(options or {}), variables)
