@@ -12,14 +12,14 @@ from typing import Literal
 
 import msgspec
 
-from deltarefit.control import ControlSettings, SqliteRecordStore
+from deltarefit.control import SqliteRecordStore
 from deltarefit.control.store import ABSENT
 from deltarefit.errors import PayloadMissingError, RefitError, RejectedError
 from deltarefit.protocol.lease import DRIFT
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.control_place import is_placed_elsewhere, probe_record_store
 from deltarefit.runtime.relays import read_relays
-from deltarefit.runtime.session import control_plane, lease_settings
+from deltarefit.runtime.session import A_PERSON_WAITS, control_plane, lease_settings
 from deltarefit.transport import RunStore, keys, open_run
 from deltarefit.transport.relay import Peer
 from deltarefit.wording import some_of
@@ -28,7 +28,6 @@ __all__ = ["Check", "Diagnosis", "examine"]
 
 _ROUND_TRIPS = 5
 _PROBE_NBYTES = 4096  # more than is written: what a store adds is to be seen
-_TRIES = 3  # a person waits
 _MOST_RELAYS = 256
 _CONNECTING = 16
 _CONNECT_S = 3.0
@@ -141,7 +140,7 @@ class _Probe:
 
     def control_record(self) -> Check:
         """What the record says, if the run exists."""
-        state = control_plane(self._store, self._clock, self._ids, ControlSettings(max_tries=_TRIES)).read()
+        state = control_plane(self._store, self._clock, self._ids, A_PERSON_WAITS).read()
         if state is None:
             return Check(name="control record", status="ok", found="none: the run has not been started")
         if state.repair:

@@ -9,7 +9,7 @@ from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.messages import RunNotice, decode_message
 from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.progress import Progress, read_progress
-from deltarefit.runtime.session import control_plane
+from deltarefit.runtime.session import A_PERSON_WAITS, control_plane
 from deltarefit.transport import RunStore, keys, open_run, read_beacon, read_manifest
 
 __all__ = ["RefitView", "RunView"]
@@ -43,7 +43,7 @@ class RunView:
         self._store: RunStore = open_run(run, clock=clock, may_be_new=False)
         if self._store.directory is not None and not (self._store.directory / "control" / "record.sqlite").exists():
             raise RejectedError(f"no run at {run}: expected a control record there; check the address")
-        self._control = control_plane(self._store, clock, ids)
+        self._control = control_plane(self._store, clock, ids, A_PERSON_WAITS)
 
     def look(self) -> RefitView:
         """What is going on now.

@@ -9,7 +9,7 @@ from deltarefit.protocol import ControlState
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.messages import Membership, RunNotice, decode_message
 from deltarefit.runtime.names import COORDINATOR
-from deltarefit.runtime.session import control_plane, lease_settings
+from deltarefit.runtime.session import A_PERSON_WAITS, control_plane, lease_settings
 from deltarefit.transport import BeaconReading, RunStore, keys, open_run, read_beacon, read_beacons
 
 __all__ = ["MemberStatus", "RunStatus", "open_existing", "read_status"]
@@ -88,7 +88,7 @@ def open_existing(run: str, clock: Clock, ids: IdSource) -> tuple[RunStore, Cont
         RejectedError: there is no such run.
     """
     store = open_run(run, clock=clock, may_be_new=False)
-    state = control_plane(store, clock, ids).read()
+    state = control_plane(store, clock, ids, A_PERSON_WAITS).read()
     if state is None:
         raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
     return store, state
