@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from deltarefit.cli.conformance import run
+from deltarefit.cli.conformance.judge import GroupLeftOutError
 from deltarefit.cli.conformance.rows import PAGE, TABLE, Row, page_of, read_table, write_table
 from deltarefit.cli.conformance.run import run_engine
 from deltarefit.errors import DeadlineError, RejectedError
@@ -172,3 +176,13 @@ def test_a_model_that_prewarm_refuses_is_refused_with_the_tensor_and_the_reason(
     assert row.is_sound
     assert not row.bit_equal
     assert "behind the dispatch hook" in row.refused
+
+
+def test_a_group_that_this_machine_cannot_build_says_why(monkeypatch, tmp_path):
+    def subjects(*_):
+        raise GroupLeftOutError("no such processor")
+
+    monkeypatch.setattr(run, "_cases", lambda engine: SimpleNamespace(subjects=subjects))
+    out = io.BytesIO()
+    run.judge_group("vllm", "AMX", tmp_path, ["one"], out)
+    assert out.getvalue().split(b"\n") == [b"", b"conformance left out: no such processor", b""]

@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm, everything, select_kernels
+from deltarefit.testing.bare_vllm import ENVIRONMENT, BareVllm, everything, missing_kernels, select_kernels
 
 os.environ.update(ENVIRONMENT)
 
@@ -114,6 +114,9 @@ class Case:
 
 
 def main() -> None:
+    if missing := missing_kernels(SELECTION):
+        (WORK / f"after-load-{SELECTION}.json").write_text(json.dumps({"missing": missing}))
+        return
     select_kernels(SELECTION)
     results: dict[str, object] = {}
     BARE.configure(WORK / "first")

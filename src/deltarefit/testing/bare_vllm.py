@@ -14,7 +14,7 @@ import torch
 
 from deltarefit.placement.reach import reach
 
-__all__ = ["ENVIRONMENT", "BareVllm", "allow_ungated_experts", "everything", "select_kernels"]
+__all__ = ["ENVIRONMENT", "BareVllm", "allow_ungated_experts", "everything", "missing_kernels", "select_kernels"]
 
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -47,6 +47,15 @@ def select_kernels(selection: str) -> None:
     kernels.register_linear_kernel(_on_cpu(kernels.CutlassNvFp4LinearKernel), PlatformEnum.CPU, "nvfp4")
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, _on_cpu(kernels.TritonFp8BlockScaledMMKernel))
     kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, _on_cpu(kernels.CutlassFP8ScaledMMLinearKernel))
+
+
+def missing_kernels(selection: str) -> str:
+    """Why what ``select_kernels`` selects cannot be built on this machine; empty if it can."""
+    import vllm._custom_ops  # noqa: F401  registers the operators
+
+    if selection != "amx" or hasattr(torch.ops._C, "convert_weight_packed"):
+        return ""
+    return "vLLM's operators that pack for AMX tiles are in its library for CPUs with AVX-512 and bfloat16 instructions only"
 
 
 def _on_cpu(kernel: Any) -> Any:

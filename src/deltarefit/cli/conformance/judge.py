@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
     from deltarefit.receiver import RankReceiver
 
-__all__ = ["Subject", "judge"]
+__all__ = ["GroupLeftOutError", "Subject", "judge"]
 
 _SHOWN_CHARACTERS = 200
 
 Weights = Mapping[str, "torch.Tensor"]
+
+
+class GroupLeftOutError(Exception):
+    """This machine cannot build the models of a group; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from deltarefit.cli.conformance.judge import judge
+from deltarefit.cli.conformance.judge import GroupLeftOutError, judge
 from deltarefit.cli.conformance.rows import Row
 from deltarefit.errors import AttemptFailedError, DeadlineError, RejectedError
 
@@ -24,7 +25,9 @@ ENGINES: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang", "torch": "tran
 """Engines, and the package that each needs; the first that is installed is the one at hand."""
 _GROUP_TIMEOUT_S = 900.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_LOG = logging.getLogger(__name__)
 _MARK = b"conformance row: "
+_LEFT_OUT = b"conformance left out: "
 _LOG_CHARACTERS = 3000
 
 
@@ -73,6 +76,11 @@ def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say:
         raise DeadlineError(
             f"conformance of {engine}, {', '.join(names)}: not done after {_GROUP_TIMEOUT_S:.0f} s:\n{_end_of(error.stderr)}"
         ) from error
+    for line in done.stdout.splitlines():
+        if done.returncode == 0 and line.startswith(_LEFT_OUT):
+            reason = line.removeprefix(_LEFT_OUT).decode(errors="replace")
+            _LOG.warning("%s, %s kernels: left out here: %s", engine, kernels, reason)
+            return []
     lines = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     rows = [msgspec.json.decode(line, type=Row) for line in lines]
     for row in rows:
@@ -97,9 +105,12 @@ def _engine_environment(engine: str) -> Mapping[str, str]:
 
 def judge_group(engine: str, kernels: str, work: Path, names: Sequence[str], out: BinaryIO) -> None:
     """What the process of a group does: one line a row, as it comes."""
-    for subject in _cases(engine).subjects(kernels, names, work):
-        out.write(b"\n" + _MARK + msgspec.json.encode(judge(subject)) + b"\n")
-        out.flush()
+    try:
+        for subject in _cases(engine).subjects(kernels, names, work):
+            out.write(b"\n" + _MARK + msgspec.json.encode(judge(subject)) + b"\n")
+            out.flush()
+    except GroupLeftOutError as error:
+        out.write(b"\n" + _LEFT_OUT + str(error).encode() + b"\n")
 
 
 def _cases(engine: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltarefit.cli.conformance.judge import Subject
+from deltarefit.cli.conformance.judge import GroupLeftOutError, Subject
 
 if TYPE_CHECKING:
     from deltarefit.testing.bare_vllm import BareVllm
@@ -36,10 +36,16 @@ _MODELS = {"dense": "qwen3", "moe": "qwen3_moe", "mla": "deepseek_v3", "gpt_oss"
 
 
 def subjects(kernels: str, names: Sequence[str], work: Path) -> Iterator[Subject]:
-    """The cases of one group."""
-    from deltarefit.testing.bare_vllm import BareVllm, select_kernels
+    """The cases of one group.
+
+    Raises:
+        GroupLeftOutError: this machine cannot build them.
+    """
+    from deltarefit.testing.bare_vllm import BareVllm, missing_kernels, select_kernels
     from deltarefit.testing.checkpoints import write_tiny_checkpoint
 
+    if missing := missing_kernels(kernels.lower()):
+        raise GroupLeftOutError(missing)
     select_kernels(kernels.lower() or "plain")
     bare = BareVllm(work / "rendezvous")
     bare.configure(write_tiny_checkpoint(work / "first", "qwen3_moe"))
