@@ -221,10 +221,11 @@ def one_rank(work: Path) -> dict:
 def packed_convolution(work: Path) -> dict:
     """A gated delta net, whose short convolution vLLM packs and keeps unpacked too."""
     from deltarefit.ids import EncodingMode
+    from deltarefit.testing.bare_vllm import missing_kernels
 
     source = Source(work, versions=("delta_net_v0", "delta_net_v1"))
     engine = Engine(work / "delta_net_v0")
-    out: dict = {"packed": engine.changes(), "before": engine.generate()}
+    out: dict = {"packed": engine.changes(), "before": engine.generate(), "missing": missing_kernels("amx")}
     plan = make_plan(engine.driver, source)
     out["refit"] = refit(engine.driver, source, plan, EncodingMode.MIXED, "delta_net_v0", "delta_net_v1")
     out |= {"state": engine.state(), "generated": engine.generate()}
