@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -28,6 +29,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run what is fast first, so that a broken change shows early."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(autouse=True)
+def no_mode_of_torch_is_left():
+    """A default device that a test leaves set goes between every later test and torch: calls then happen twice."""
+    before = _torch_modes()
+    yield
+    assert _torch_modes() == before, "torch has another number of function modes than before: torch.set_default_device(None)?"
+
+
+def _torch_modes() -> int:
+    torch = sys.modules.get("torch")
+    return torch._C._len_torch_function_stack() if torch is not None else 0
 
 
 @pytest.fixture(scope="module")
