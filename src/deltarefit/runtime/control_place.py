@@ -43,7 +43,8 @@ class _PlacedRecordStore:
 
     @property
     def place(self) -> str:
-        return self._chosen().place
+        """As far as known: errors name it, also those that say that the store did not answer."""
+        return (self._found or _beside(self._store)).place
 
     def read(self) -> tuple[bytes | None, Tag]:
         """See ``RecordStore``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -14,13 +15,14 @@ import msgspec
 
 from deltarefit.control import SqliteRecordStore
 from deltarefit.control.store import ABSENT
-from deltarefit.errors import PayloadMissingError, RefitError, RejectedError
+from deltarefit.errors import PayloadMissingError, RefitError, RejectedError, TransportError
 from deltarefit.protocol.lease import DRIFT
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.control_place import is_placed_elsewhere, probe_record_store
+from deltarefit.runtime.looking import control_to_look, open_to_look
 from deltarefit.runtime.relays import read_relays
-from deltarefit.runtime.session import A_PERSON_WAITS, control_plane, lease_settings
-from deltarefit.transport import RunStore, keys, open_run
+from deltarefit.runtime.session import lease_settings
+from deltarefit.transport import RunStore, keys
 from deltarefit.transport.relay import Peer
 from deltarefit.wording import some_of
 
@@ -58,33 +60,40 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def examine(
     run: str, *, clock: Clock, ids: IdSource, watch_s: float = 3.0, lease_s: float = 10.0, shared: Path = _SHARED_MEMORY
 ) -> Diagnosis:
-    """Try everything that a refit will ask of the run's place and of this machine. Takes a little more than ``watch_s``.
+    """Try everything that a refit will ask of the run's place and of this machine. Takes a little more than ``watch_s``, and
+    about twelve seconds if the store does not answer.
 
     Raises:
         RejectedError: ``run`` is no URL of a run.
     """
-    store = open_run(run, clock=clock)
+    store = open_to_look(run, clock=clock, may_be_new=True)
     probe = _Probe(store, clock, ids)
-    checks: list[Check] = []
-    for name, look in (
-        ("permissions", probe.permissions),
-        ("conditional writes", probe.conditional_writes),
-        ("control record", probe.control_record),
-        ("latency", lambda: probe.latency(lease_s)),
-        ("clocks", lambda: probe.clocks(watch_s)),
-        ("ports", probe.ports),
-        ("free space", probe.free_space),
-        ("shared memory", lambda: _shared_memory(shared)),
-    ):
-        checks.extend(_guarded(name, look))
-    return Diagnosis(run=run, ok=all(check.status != "failed" for check in checks), checks=tuple(checks))
+    asking = {
+        "permissions": probe.permissions,
+        "conditional writes": probe.conditional_writes,
+        "control record": probe.control_record,
+        "latency": lambda: probe.latency(lease_s),
+        "clocks": lambda: probe.clocks(watch_s),
+        "ports": probe.ports,
+    }
+    local = {"free space": probe.free_space, "shared memory": lambda: _shared_memory(shared)}
+    checks = (*_ask(asking, waits=store.directory is None), *_ask(local, waits=False))
+    return Diagnosis(run=run, ok=all(check.status != "failed" for check in checks), checks=checks)
 
 
-def _guarded(name: str, look: Callable[[], Check]) -> Iterator[Check]:
-    try:
-        yield look()
-    except (RefitError, OSError) as error:
-        yield Check(name=name, status="failed", found=str(error), advice="mend what the text names, then run doctor again")
+def _ask(looks: Mapping[str, Callable[[], Check]], *, waits: bool) -> Iterator[Check]:
+    """``waits``: a store that does not answer is waited for, so the first look that meets one is the last."""
+    unanswered = ""
+    for name, look in looks.items():
+        if unanswered:
+            yield Check(name=name, status="failed", found=f"not tried: the store did not answer when asked for {unanswered}")
+            continue
+        try:
+            yield look()
+        except (RefitError, OSError) as error:
+            yield Check(name=name, status="failed", found=str(error), advice="mend what the text names, then run doctor again")
+            if waits and isinstance(error, TransportError):
+                unanswered = name
 
 
 class _Probe:
@@ -96,10 +105,21 @@ class _Probe:
         self._ids = ids
         self._prefix = f"{keys.CONTROL}/doctor-{ids.nonce()}"
 
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[None]:
+        """Removes what was written within. Where something failed within, that is told, and not that this failed too."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RefitError):
+                self._store.delete_prefix(self._prefix)
+            raise
+        self._store.delete_prefix(self._prefix)
+
     def permissions(self) -> Check:
         """Write, read, list, look, create once, delete."""
         store, key = self._store, f"{self._prefix}/object"
-        try:
+        with self._scratch():
             store.put(key, b"first")
             if (found := store.get(key, max_nbytes=_PROBE_NBYTES)) != b"first":
                 raise RejectedError(
@@ -113,8 +133,6 @@ class _Probe:
                 raise RejectedError(f"{self._prefix}/: an object that was just written is not listed")
             if store.head(key) is None or store.put_if_absent(key, b"third"):
                 raise RejectedError(f"{key}: an object that is there was created a second time")
-        finally:
-            store.delete_prefix(self._prefix)
         if store.find(key, max_nbytes=_PROBE_NBYTES) is not None:
             raise RejectedError(f"{key}: still there after it was deleted; a run's leftovers could not be removed")
         return Check(name="permissions", status="ok", found="write, read, list, create once and delete work")
@@ -140,7 +158,7 @@ class _Probe:
 
     def control_record(self) -> Check:
         """What the record says, if the run exists."""
-        state = control_plane(self._store, self._clock, self._ids, A_PERSON_WAITS).read()
+        state = control_to_look(self._store, self._clock, self._ids).read()
         if state is None:
             return Check(name="control record", status="ok", found="none: the run has not been started")
         if state.repair:
@@ -156,14 +174,12 @@ class _Probe:
         """How long a sign of life takes."""
         key = f"{self._prefix}/beat"
         took_s = []
-        try:
+        with self._scratch():
             for _ in range(_ROUND_TRIPS):
                 start_s = self._clock.monotonic_s()
                 self._store.put(key, b"beat")
                 self._store.get(key, max_nbytes=16)
                 took_s.append(self._clock.monotonic_s() - start_s)
-        finally:
-            self._store.delete_prefix(self._prefix)
         worst_s = max(took_s)
         usual_s = sorted(took_s)[len(took_s) // 2]
         found = f"{usual_s * 1000:.0f} ms to write and read a small object, at worst {worst_s * 1000:.0f} ms"
@@ -176,12 +192,10 @@ class _Probe:
     def clocks(self, watch_s: float) -> Check:
         """Leases need clocks that run equally fast, not clocks that show the same time."""
         key = f"{self._prefix}/clock"
-        try:
+        with self._scratch():
             first = self._stamp(key)
             self._clock.sleep(watch_s)
             last = self._stamp(key)
-        finally:
-            self._store.delete_prefix(self._prefix)
         passed_s = last[0] - first[0]
         wall_rate = (last[1] - first[1]) / passed_s
         store_off_s = abs((last[2] - first[2]) - passed_s)

@@ -6,11 +6,11 @@ import msgspec
 
 from deltarefit.errors import RejectedError
 from deltarefit.runtime.clock import Clock, IdSource
+from deltarefit.runtime.looking import control_to_look, open_to_look
 from deltarefit.runtime.messages import RunNotice, decode_message
 from deltarefit.runtime.names import COORDINATOR
 from deltarefit.runtime.progress import Progress, read_progress
-from deltarefit.runtime.session import A_PERSON_WAITS, control_plane
-from deltarefit.transport import RunStore, keys, open_run, read_beacon, read_manifest
+from deltarefit.transport import RunStore, keys, read_beacon, read_manifest
 
 __all__ = ["RefitView", "RunView"]
 
@@ -40,10 +40,10 @@ class RunView:
     """Looks at a run again and again; changes nothing."""
 
     def __init__(self, run: str, *, clock: Clock, ids: IdSource) -> None:
-        self._store: RunStore = open_run(run, clock=clock, may_be_new=False)
+        self._store: RunStore = open_to_look(run, clock=clock)
         if self._store.directory is not None and not (self._store.directory / "control" / "record.sqlite").exists():
             raise RejectedError(f"no run at {run}: expected a control record there; check the address")
-        self._control = control_plane(self._store, clock, ids, A_PERSON_WAITS)
+        self._control = control_to_look(self._store, clock, ids)
 
     def look(self) -> RefitView:
         """What is going on now.

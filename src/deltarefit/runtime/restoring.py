@@ -10,9 +10,9 @@ from deltarefit.run_key import check_key, key_print, key_trouble
 from deltarefit.runtime import messages
 from deltarefit.runtime.clock import Clock, Deadline, IdSource
 from deltarefit.runtime.messages import Call, Membership, decode_message, encode_message
-from deltarefit.runtime.session import mail_settings
-from deltarefit.runtime.status import open_existing
-from deltarefit.transport import Mailbox, RunStore, keys, read_beacon, read_beacons
+from deltarefit.runtime.session import control_plane, mail_settings
+from deltarefit.runtime.status import existing_state
+from deltarefit.transport import Mailbox, RunStore, keys, open_run, read_beacon, read_beacons
 
 __all__ = ["Restoration", "restore_receiver"]
 
@@ -45,7 +45,9 @@ def restore_receiver(
         DeadlineError: it did not join again in time.
     """
     check_key(key)
-    store, state = open_existing(run, clock, ids)
+    store = open_run(run, clock=clock, may_be_new=False)
+    control = control_plane(store, clock, ids)
+    state = existing_state(run, control)
     before = _shown(store, name)
     if before is None:
         others = ", ".join(reading.name for reading in read_beacons(store)[:8]) or "none"
@@ -70,7 +72,7 @@ def restore_receiver(
                 + f". If 'deltarefit status --run {run}' shows no sign of life, restart its process: that restores it, too"
             )
         clock.sleep(min(_LOOK_S, deadline.remaining_s()))
-    _, state = open_existing(run, clock, ids)
+    state = existing_state(run, control)
     return Restoration(
         run=run,
         receiver=name,

@@ -32,7 +32,7 @@ from deltarefit.runtime.sweeping import sweep
 from deltarefit.runtime.trace_clock import TimeAxis
 from deltarefit.transport import Beacon, Mailbox, MailboxSettings, RunStore, keys, read_beacon
 
-__all__ = ["A_PERSON_WAITS", "MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings"]
+__all__ = ["MAIL_NBYTES", "RunHold", "control_plane", "lease_settings", "mail_settings"]
 
 _LOG = logging.getLogger(__name__)
 MAIL_NBYTES = 64 * 2**20
@@ -45,10 +45,6 @@ _MAX_ACTIVITY = 2000  # a beacon is a small object
 def lease_settings(lease_s: float) -> LeaseSettings:
     """Renewals come five times as often as the lease needs them."""
     return LeaseSettings(lease_s=lease_s, renew_s=lease_s / 5)
-
-
-A_PERSON_WAITS = ControlSettings(max_tries=3)
-"""For commands that only look: a store that is out of reach is told within seconds, where refits try on for minutes."""
 
 
 def control_plane(store: RunStore, clock: Clock, ids: IdSource, settings: ControlSettings | None = None) -> ControlPlane:

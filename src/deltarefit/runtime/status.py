@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from deltarefit.control import ControlPlane
 from deltarefit.errors import RejectedError
 from deltarefit.protocol import ControlState
 from deltarefit.runtime.clock import Clock, IdSource
+from deltarefit.runtime.looking import control_to_look, open_to_look
 from deltarefit.runtime.messages import Membership, RunNotice, decode_message
 from deltarefit.runtime.names import COORDINATOR
-from deltarefit.runtime.session import A_PERSON_WAITS, control_plane, lease_settings
-from deltarefit.transport import BeaconReading, RunStore, keys, open_run, read_beacon, read_beacons
+from deltarefit.runtime.session import lease_settings
+from deltarefit.transport import BeaconReading, RunStore, keys, read_beacon, read_beacons
 
-__all__ = ["MemberStatus", "RunStatus", "open_existing", "read_status"]
+__all__ = ["MemberStatus", "RunStatus", "existing_state", "read_status"]
 
 _LEASE_S = 10.0  # assumed where no coordinator says: the default
 
@@ -67,8 +69,10 @@ def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float | None 
 
     Raises:
         RejectedError: there is no such run.
+        TransportError: the store is out of reach.
     """
-    store, state = open_existing(run, clock, ids)
+    store = open_to_look(run, clock=clock)
+    state = existing_state(run, control_to_look(store, clock, ids))
     first = _coordinator(store)
     before = _counters([*read_beacons(store), *([first[0]] if first is not None else [])])
     if watch_s is None:
@@ -81,17 +85,17 @@ def read_status(run: str, *, clock: Clock, ids: IdSource, watch_s: float | None 
     return _status(run, state, notice, receivers)
 
 
-def open_existing(run: str, clock: Clock, ids: IdSource) -> tuple[RunStore, ControlState]:
-    """A run's store and record.
+def existing_state(run: str, control: ControlPlane) -> ControlState:
+    """The record of a run that must be there.
 
     Raises:
         RejectedError: there is no such run.
+        TransportError: the store is out of reach.
     """
-    store = open_run(run, clock=clock, may_be_new=False)
-    state = control_plane(store, clock, ids, A_PERSON_WAITS).read()
+    state = control.read()
     if state is None:
         raise RejectedError(f"no run at {run}: expected a control record there; check the address, or start the trainer first")
-    return store, state
+    return state
 
 
 def _coordinator(store: RunStore) -> tuple[BeaconReading, RunNotice] | None:
