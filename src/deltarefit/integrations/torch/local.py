@@ -27,6 +27,7 @@ __all__ = [
     "is_sharded",
     "local_part",
     "local_tensors",
+    "own_tensors",
     "refuse_shards",
     "same_memory",
     "unwrap",
@@ -275,11 +276,12 @@ def same_memory(tensor: torch.Tensor, local: LocalTensor) -> bool:
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, str, torch.Tensor]]:
     """Clean name, module path, attribute and tensor of every parameter and persistent buffer, aliases included."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, tensor in _own_tensors(module):
+        for attribute, tensor in own_tensors(module):
             yield clean_name(f"{path}.{attribute}" if path else attribute), path, attribute, tensor
 
 
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What of a module itself, without those inside it, is in checkpoints: parameters and persistent buffers."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if attribute not in module._non_persistent_buffers_set:

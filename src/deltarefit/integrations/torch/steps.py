@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import Any
 
@@ -10,18 +9,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltarefit.errors import RejectedError
-from deltarefit.integrations.torch.local import is_sharded
+from deltarefit.integrations.torch.local import is_sharded, own_tensors
 
 __all__ = ["WriteGuard", "write_guard"]
 
 
 class WriteGuard:
-    """Of one model's parameters and buffers. Safe from any thread."""
+    """Of one model's parameters and persistent buffers, which is what is published. Safe from any thread."""
 
     def __init__(self, model: Any) -> None:
         """``model``: a torch module, or a list of them."""
         self._modules = model if isinstance(model, list) else [model]
-        self._shards: dict[tuple[int, str], torch.Tensor] = {}
+        self._shards: dict[tuple[int, str, str], torch.Tensor] = {}
         self._lock = threading.Lock()
         self._why = ""
         self._hook: Any = None
@@ -53,11 +52,12 @@ class WriteGuard:
         """Those that the model has now, as trainers rebind them; shards also while their module has them gathered."""
         found = []
         for number, module in enumerate(self._modules):
-            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-                key = number, name
-                if is_sharded(tensor):
-                    self._shards[key] = tensor
-                found.append(self._shards.get(key, tensor))
+            for path, part in module.named_modules():
+                for name, tensor in own_tensors(part):
+                    key = number, path, name
+                    if is_sharded(tensor):
+                        self._shards[key] = tensor
+                    found.append(self._shards.get(key, tensor))
         return found
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
