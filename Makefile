@@ -88,7 +88,8 @@ sglang: $(SGLANG_VENV)/.installed
 sglang-test: sglang
 	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)
 
-# The rows of every engine are measured; the page is made from them. Ends with an error if a model is neither exact nor refused.
+# The rows of every engine are measured; the page is made from them. Ends with an error, and the page as it was, if a model is neither
+# exact nor refused, or if this machine cannot build some (vLLM's library lacks AMX kernels on processors without them).
 conformance: install sglang
 	$(BIN)/python -m deltarefit.cli.conformance run vllm build/conformance/vllm.json
 	$(SGLANG_VENV)/bin/python -m deltarefit.cli.conformance run sglang build/conformance/sglang.json

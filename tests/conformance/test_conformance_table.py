@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from deltarefit.cli.conformance import __main__ as main
 from deltarefit.cli.conformance import run
 from deltarefit.cli.conformance.judge import GroupLeftOutError
-from deltarefit.cli.conformance.rows import PAGE, TABLE, Row, page_of, read_table, write_table
+from deltarefit.cli.conformance.rows import PAGE, TABLE, LeftOut, Measured, Row, page_of, read_table, write_table
 from deltarefit.cli.conformance.run import run_engine
 from deltarefit.errors import DeadlineError, RejectedError
 
@@ -95,7 +96,7 @@ def test_doctor_measures_the_rows_of_the_engine_at_hand():
 def test_documented_rows_are_what_is_measured_here(engine: str, names: tuple, expected: list):
     if importlib.util.find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
-    measured = run_engine(engine, lambda row: None, names)
+    measured = run_engine(engine, lambda row: None, names).rows
     assert [(row.model, row.quantisation, row.kernels) for row in measured] == expected
     documented = read_table(DOCS / TABLE)
     assert [row for row in measured if row not in documented] == []
@@ -185,4 +186,31 @@ def test_a_group_that_this_machine_cannot_build_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "_cases", lambda engine: SimpleNamespace(subjects=subjects))
     out = io.BytesIO()
     run.judge_group("vllm", "AMX", tmp_path, ["one"], out)
-    assert out.getvalue().split(b"\n") == [b"", b"conformance left out: no such processor", b""]
+
+    def answer(command, **_):
+        return subprocess.CompletedProcess(command, 0, b"a library greets\n" + out.getvalue(), b"")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    found = run._run_group("vllm", "AMX", tmp_path / "work", ["one", "two"], print)
+    assert found == Measured((), (LeftOut(engine="vllm", kernels="AMX", models=("one", "two"), reason="no such processor"),))
+
+
+def test_a_table_without_the_rows_of_this_machine_is_not_documented(monkeypatch, tmp_path, capsys):
+    """A maintainer whose processor lacks AMX must not lose its rows by making the page anew."""
+    left_out = LeftOut(engine="vllm", kernels="AMX", models=("qwen3", "gpt_oss"), reason="no such processor")
+    monkeypatch.setattr(main, "run_engine", lambda engine, say: Measured((ROW,), (left_out,)))
+    (tmp_path / PAGE).write_text("as before")
+    for arguments in (["run", "vllm", str(tmp_path / "vllm.json")], ["join", str(tmp_path), str(tmp_path / "vllm.json")]):
+        assert main.main(arguments) == 1
+        said = capsys.readouterr().err
+        assert "vllm, AMX kernels, qwen3, gpt_oss: left out here: no such processor" in said
+        assert "run 'make conformance' on a machine that can build them" in said
+    assert (tmp_path / PAGE).read_text() == "as before"
+    assert not (tmp_path / TABLE).exists()
+
+
+def test_what_was_measured_in_full_is_documented(monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "run_engine", lambda engine, say: Measured((ROW,)))
+    assert main.main(["run", "vllm", str(tmp_path / "vllm.json")]) == 0
+    assert main.main(["join", str(tmp_path), str(tmp_path / "vllm.json")]) == 0
+    assert read_table(tmp_path / TABLE) == (ROW,)

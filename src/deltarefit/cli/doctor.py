@@ -65,7 +65,13 @@ def _try_engine(engine: str, *, as_json: bool) -> None:
     def say(row: Row) -> None:
         click.echo(f"{row.engine}, {row.model}, {row.quantisation}: {columns_of(row)[-1]}", err=True)
 
-    rows = run_engine(found, say)
-    emit({"rows": rows}, as_json=as_json, human=lambda: print_table(HEADINGS, [columns_of(row) for row in rows]))
-    if not all(row.is_sound for row in rows):
+    measured = run_engine(found, say)
+
+    def human() -> None:
+        print_table(HEADINGS, [columns_of(row) for row in measured.rows])
+        for missing in measured.left_out:
+            click.echo(str(missing))
+
+    emit({"rows": measured.rows, "left_out": measured.left_out}, as_json=as_json, human=human)
+    if not measured.is_sound:
         fail_check()

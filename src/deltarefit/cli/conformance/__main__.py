@@ -9,12 +9,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltarefit.cli.conformance.rows import Row, columns_of, read_table, write_rows, write_table
+from deltarefit.cli.conformance.rows import Row, check_complete, columns_of, read_table, write_rows, write_table
 from deltarefit.cli.conformance.run import ENGINES, judge_group, run_engine
+from deltarefit.errors import RefitError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 1 if a model is neither exact nor refused."""
+    """Exit status 1 if a model is neither exact nor refused, or could not be measured here."""
+    try:
+        return _main(arguments)
+    except RefitError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _main(arguments: Sequence[str]) -> int:
     order, *rest = arguments
     if order == "group":
         engine, kernels, work, names = rest
@@ -24,9 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         engine, file = rest
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = run_engine(engine, _say)
-        write_rows(path, rows)
-        return 0 if all(row.is_sound for row in rows) else 1
+        measured = run_engine(engine, _say)
+        write_rows(path, measured)  # also where some are missing: ``join`` then refuses it, and takes no older file for it
+        check_complete(path, measured)
+        return 0 if measured.is_sound else 1
     if order == "join":
         directory, *files = rest
         rows = [row for file in files for row in read_table(Path(file))]

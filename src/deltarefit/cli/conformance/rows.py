@@ -9,7 +9,20 @@ import msgspec
 
 from deltarefit.errors import RejectedError
 
-__all__ = ["HEADINGS", "PAGE", "TABLE", "Row", "columns_of", "page_of", "read_table", "write_rows", "write_table"]
+__all__ = [
+    "HEADINGS",
+    "PAGE",
+    "TABLE",
+    "LeftOut",
+    "Measured",
+    "Row",
+    "check_complete",
+    "columns_of",
+    "page_of",
+    "read_table",
+    "write_rows",
+    "write_table",
+]
 
 TABLE, PAGE = "conformance.json", "conformance.md"
 _MAX_TABLE_NBYTES = 2**24
@@ -44,35 +57,72 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return self.bit_equal != bool(self.refused)
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Models that could not be measured on this machine."""
+
+    engine: str
+    kernels: str
+    models: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        which = f"{self.kernels} kernels, " if self.kernels else ""
+        return f"{self.engine}, {which}{', '.join(self.models)}: left out here: {self.reason}"
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a run of an engine's cases gave."""
+
     rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Every row is; what was left out is not judged."""
+        return all(row.is_sound for row in self.rows)
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
     """The rows in a file.
 
     Raises:
-        RejectedError: it holds no such table.
+        RejectedError: it holds no such table, or one from a machine that had to leave some out: a page would lose those rows.
     """
     with path.open("rb") as file:
         data = file.read(_MAX_TABLE_NBYTES + 1)
     try:
         if len(data) > _MAX_TABLE_NBYTES:
             raise RejectedError(f"{path}: expected at most {_MAX_TABLE_NBYTES} bytes")
-        return msgspec.json.decode(data, type=_Table).rows
+        measured = msgspec.json.decode(data, type=Measured)
     except msgspec.DecodeError as error:
         raise RejectedError(f"{path}: no conformance table: {error}; make it with 'make conformance'") from error
+    check_complete(path, measured)
+    return measured.rows
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def check_complete(path: Path, measured: Measured) -> None:
+    """Refuse a table to which rows are missing.
+
+    Raises:
+        RejectedError: the text names the groups, and why they could not be measured.
+    """
+    if measured.left_out:
+        listed = "\n  ".join(map(str, measured.left_out))
+        raise RejectedError(
+            f"{path}: expected all rows of the engine, but some could not be measured:\n  {listed}\nThe documented table would "
+            "lose them: run 'make conformance' on a machine that can build them"
+        )
+
+
+def write_rows(path: Path, measured: Measured) -> None:
     """Write a table without a page."""
-    data = msgspec.json.format(msgspec.json.encode(_Table(tuple(rows))), indent=1)
+    data = msgspec.json.format(msgspec.json.encode(measured), indent=1)
     path.write_bytes(data + b"\n")
 
 
 def write_table(directory: Path, rows: Sequence[Row]) -> None:
     """Write the table and its page into a directory."""
-    write_rows(directory / TABLE, rows)
+    write_rows(directory / TABLE, Measured(tuple(rows)))
     (directory / PAGE).write_text(page_of(rows))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from deltarefit.cli.conformance.judge import GroupLeftOutError, judge
-from deltarefit.cli.conformance.rows import Row
+from deltarefit.cli.conformance.rows import LeftOut, Measured, Row
 from deltarefit.errors import AttemptFailedError, DeadlineError, RejectedError
 
 __all__ = ["ENGINES", "installed_engine", "judge_group", "run_engine"]
@@ -25,7 +24,6 @@ ENGINES: Mapping[str, str] = {"vllm": "vllm", "sglang": "sglang", "torch": "tran
 """Engines, and the package that each needs; the first that is installed is the one at hand."""
 _GROUP_TIMEOUT_S = 900.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-_LOG = logging.getLogger(__name__)
 _MARK = b"conformance row: "
 _LEFT_OUT = b"conformance left out: "
 _LOG_CHARACTERS = 3000
@@ -45,8 +43,8 @@ def installed_engine() -> str:
     )
 
 
-def run_engine(engine: str, say: Callable[[Row], None], only: Sequence[str] = ()) -> list[Row]:
-    """All rows of an engine, told to ``say`` after each group. ``only``: names of models; all without.
+def run_engine(engine: str, say: Callable[[Row], None], only: Sequence[str] = ()) -> Measured:
+    """All rows of an engine that can be measured here, told to ``say``. ``only``: names of models; all without.
 
     Raises:
         RejectedError: the engine is not installed here.
@@ -58,15 +56,18 @@ def run_engine(engine: str, say: Callable[[Row], None], only: Sequence[str] = ()
             f"engine {engine}: the package {ENGINES[engine]} is not installed in this environment; run this where it serves"
         )
     rows: list[Row] = []
+    left_out: list[LeftOut] = []
     with tempfile.TemporaryDirectory(prefix="deltarefit-conformance-") as work:
         for number, (kernels, names) in enumerate(_cases(engine).GROUPS):
             chosen = [name for name in names if not only or name in only]
             if chosen:
-                rows += _run_group(engine, kernels, Path(work, str(number)), chosen, say)
-    return rows
+                found = _run_group(engine, kernels, Path(work, str(number)), chosen, say)
+                rows += found.rows
+                left_out += found.left_out
+    return Measured(tuple(rows), tuple(left_out))
 
 
-def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say: Callable[[Row], None]) -> list[Row]:
+def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say: Callable[[Row], None]) -> Measured:
     work.mkdir()
     command = [sys.executable, "-m", "deltarefit.cli.conformance", "group", engine, kernels, str(work), ",".join(names)]
     environment = {**os.environ, **_ENVIRONMENT, **_engine_environment(engine)}
@@ -79,8 +80,7 @@ def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say:
     for line in done.stdout.splitlines():
         if done.returncode == 0 and line.startswith(_LEFT_OUT):
             reason = line.removeprefix(_LEFT_OUT).decode(errors="replace")
-            _LOG.warning("%s, %s kernels: left out here: %s", engine, kernels, reason)
-            return []
+            return Measured((), (LeftOut(engine=engine, kernels=kernels, models=tuple(names), reason=reason),))
     lines = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     rows = [msgspec.json.decode(line, type=Row) for line in lines]
     for row in rows:
@@ -88,7 +88,7 @@ def _run_group(engine: str, kernels: str, work: Path, names: Sequence[str], say:
     if done.returncode != 0 or len(rows) != len(names):
         name = names[len(rows)] if len(rows) < len(names) else ""
         raise AttemptFailedError(f"conformance of {engine}, {name}:\n{_end_of(done.stderr)}")
-    return rows
+    return Measured(tuple(rows))
 
 
 def _end_of(log: bytes | None) -> str:
