@@ -602,33 +602,32 @@ def test_a_derived_tensor_that_was_replaced_makes_the_prewarm_stale() -> None:
 
 
 class Halves(Model):
-    """Takes a second name for the first half of each weight; the whole, which comes after it, wins."""
+    """Takes a second name for the first half of each weight; who comes last wins."""
 
     def load_weights(self, weights) -> None:
         for name, w in weights:
-            if name.endswith(".half"):
+            if name.endswith("half"):
                 self.layers[int(name[0])].weight.data[:4].copy_(w)
             else:
                 super().load_weights([(name, w)])
 
 
+@pytest.mark.parametrize("half", ["half", "zhalf"])
+@pytest.mark.parametrize("may_ignore", [("*half",), ("*half", "*.weight")])
 @pytest.mark.parametrize("finish", [nothing_done, tiles])
 @pytest.mark.parametrize("finished", [1, 2])
-def test_a_tensor_that_another_overwrites_is_skipped_where_that_is_known(monkeypatch, finish: Finish, finished: int) -> None:
-    """In layers with post-load steps, whatever these do, and in one without any."""
+def test_tensors_that_share_bytes_are_refused_whichever_wins(
+    monkeypatch, half: str, may_ignore: tuple[str, ...], finish: Finish, finished: int
+) -> None:
+    """In layers with post-load steps, whatever these do, and in one without any: who may be ignored may be who wins."""
     engine, catalog = engine_and_catalog((finish, None, {"weight": BF16}))
     engine._make = lambda: Halves(finish, None, weight=BF16)
     every = engine.steps
     monkeypatch.setattr(engine, "steps", lambda model: every(model)[:finished])
-    catalog = Catalog([TensorSpec("0.half", "BF16", (4, 6)), TensorSpec("1.half", "BF16", (4, 6)), *catalog.values()])
-    old, new = random_weights(catalog, 1, finite=True), random_weights(catalog, 2, finite=True)
-    model = engine.serve(old)
-    settings = ReceiverSettings(may_ignore=("*.half",))
-    receiver = RankReceiver(model, model.load_weights, settings=settings, after_load=engine)
-    report = receiver.prewarm(catalog)
-    assert {name for name, route in report.routes.items() if route.kind == "skipped"} == {"0.half", "1.half"}
-    plan = plan_for([report], catalog)
-    receiver.prepare(plan)
-    receiver.apply(delta_payload(plan, old, new))
-    receiver.synchronize()
-    assert differing(raw_state(model), raw_state(engine.serve(new))) == []
+    catalog = Catalog([TensorSpec(f"{n}.{half}", "BF16", (4, 6)) for n in range(2)] + list(catalog.values()))
+    model = engine.serve(random_weights(catalog, 1, finite=True))
+    before = raw_state(model)
+    receiver = RankReceiver(model, model.load_weights, settings=ReceiverSettings(may_ignore=may_ignore), after_load=engine)
+    with pytest.raises(RejectedError, match=r"depends on their order\. Have it take one of the two"):
+        receiver.prewarm(catalog)
+    assert differing(raw_state(model), before) == []

@@ -31,7 +31,7 @@ from deltarefit.receiver.proving import Proofs, digest_plan_of
 from deltarefit.receiver.report import PrewarmReport, TensorRoute, matches
 from deltarefit.receiver.rerun import RerunUnit, SentWhole
 from deltarefit.receiver.rest import rests_of
-from deltarefit.receiver.routes import held_homes, held_pieces, pieces_route
+from deltarefit.receiver.routes import held_homes, held_pieces, pieces_route, written_twice
 from deltarefit.receiver.settings import ReceiverSettings
 from deltarefit.receiver.unreached import tensor_places, unreached_elements
 from deltarefit.receiver.writers import WordsTarget, targets_of
@@ -121,10 +121,9 @@ class AfterLoadAssembly:
         """
         for layer in self._layers.layers:
             self._layer(layer)
-        self._ignore_overwritten()
+        self._refuse_collisions()
         for name in self._layers.untouched:
-            if name not in self._unused:
-                self._untouched(name)
+            self._untouched(name)
         self._aliases(aliases)
         self._limit_whole()
         if not self._refused:
@@ -228,13 +227,11 @@ class AfterLoadAssembly:
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    def _ignore_overwritten(self) -> None:
-        """Tensors that may be ignored, and whose storage another one takes too: writing both would change it twice."""
-        patterns = self._settings.may_ignore
-        for pair in colliding(claims_of_homes({name: self._learned.homes[name] for name in self._layers.untouched})):
-            for name, other in (pair, pair[::-1]):
-                if matches(name, patterns) and not matches(other, patterns):
-                    self._unused[name] = f"{other} overwrites it"
+    def _refuse_collisions(self) -> None:
+        """Tensors may share bytes only where steps were seen to drop all of them: who wins is not known."""
+        for first, second in colliding(claims_of_homes(self._learned.homes)):
+            if not self._unused.keys() >= {first, second}:
+                self._refused[first] = written_twice(second)
 
     def _untouched(self, name: str) -> None:
         """A tensor that lies where the loader put it; the serving model must look there as a fresh one does."""

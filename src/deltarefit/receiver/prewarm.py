@@ -86,8 +86,7 @@ def prewarm_after_load(
     finally:
         problems = _bypassing(guard, load, storages, catalog)
     claims = claims_of(learned)
-    collisions = aliases_and_collisions(learned, claims)[1]
-    problems |= {name: reason for name, reason in collisions.items() if not matches(name, settings.may_ignore)}
+    problems |= aliases_and_collisions(learned, claims, lambda name: matches(name, settings.may_ignore))[1]
     kept = {name for name, tensor in state_tensors(model).items() if tensor.numel()}
     places = tensor_places(twin, storages)
     missing = lacking(twin, places, unreached_elements(places, claims), settings.may_lack)

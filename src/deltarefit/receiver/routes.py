@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltarefit.canonical import DTYPE_NBYTES, TensorSpec
@@ -23,6 +23,7 @@ __all__ = [
     "pieces_route",
     "scratch_route",
     "view_key",
+    "written_twice",
 ]
 
 _ALL = (int(Encoding.DIFFERENCE), int(Encoding.XOR), int(Encoding.OVERWRITE))
@@ -162,14 +163,19 @@ def is_constant(claim: Claim) -> bool:
     return claim.owner.startswith(_FILL)
 
 
-def aliases_and_collisions(learned: LearnedLoader, claims: Iterable[Claim]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Pairs of tensors that share all their storage element by element, and refusals for every other shared byte."""
+def aliases_and_collisions(
+    learned: LearnedLoader, claims: Iterable[Claim], dropped: Callable[[str], bool] = lambda _: False
+) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Pairs of tensors that share all their storage element by element, and refusals for every other shared byte.
+
+    ``dropped`` says of which tensors no bit is served: bytes that only such tensors share are nobody's concern.
+    """
     aliases: list[tuple[str, str]] = []
     refused: dict[str, str] = {}
     for first, second in sorted(colliding(claims)):
         fills = [name.removeprefix(_FILL) for name in (first, second) if name.startswith(_FILL)]
         names = [name for name in (first, second) if not name.startswith(_FILL)]
-        if len(fills) == 2:
+        if all(dropped(name) for name in names):  # or there are none
             continue
         if fills:
             if fills[0] != names[0]:
@@ -180,8 +186,13 @@ def aliases_and_collisions(learned: LearnedLoader, claims: Iterable[Claim]) -> t
         elif _same_homes(learned.homes.get(first), learned.homes.get(second)):
             aliases.append((first, second))
         else:
-            refused[first] = f"the loader writes the same bytes for {second}; which one wins depends on their order"
+            refused[first] = written_twice(second)
     return aliases, refused
+
+
+def written_twice(other: str) -> str:
+    """Why a tensor that shares bytes with another one is refused."""
+    return f"the loader writes the same bytes for {other}; which one wins depends on their order. Have it take one of the two"
 
 
 def _same_homes(first: tuple[Home, ...] | None, second: tuple[Home, ...] | None) -> bool:
