@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deltarefit
-from deltarefit.runtime.clock import Deadline, SystemClock
+from deltarefit.runtime.clock import SystemClock
 from deltarefit.runtime.messages import Call, Restore, encode_message
 from deltarefit.testing.collective import run_ranks
 from deltarefit.transport import Mailbox, open_run
@@ -187,32 +187,6 @@ def test_a_fork_of_a_trainer_or_receiver_is_refused_and_leaves_its_parent_alone(
     perturb(pair.policy, 1)
     assert publisher.refit().attempts == 1
     pair.assert_equal()
-
-
-def test_of_two_receivers_of_one_name_the_later_one_takes_part_and_the_other_shuts_its_gate(pair):
-    """They share a mailbox and a sign of life, so one of them would serve old weights without a word."""
-    (earlier,) = pair.receivers
-    publisher = pair.publisher()
-    later = Fused(pair.policy)
-    receiver = pair.attach(later, earlier.name)
-    deadline = Deadline(SystemClock(), 20.0)
-    while earlier.failure is None and not deadline.expired:
-        SystemClock().sleep(0.02)
-    with pytest.raises(deltarefit.RejectedError, match="another receiver started under this name"), earlier.serving(1.0):
-        pass
-    pair.models = [later]
-    pair.refit_at_once(publisher, 2)
-    earlier.close()
-    perturb(pair.policy, 7)
-    assert publisher.refit().attempts == 1, "the earlier one took nothing of the later one's along"
-    pair.assert_equal()
-    assert receiver.failure is None
-    receiver.close()
-    again = pair.attach(later, earlier.name)  # a restart is no second receiver
-    perturb(pair.policy, 8)
-    publisher.refit()
-    pair.assert_equal()
-    assert again.failure is None
 
 
 def test_settings_refuse_unknown_names_and_read_sizes():

@@ -81,3 +81,31 @@ def test_one_beacon_is_read_by_its_key(store, caplog):
     store.put(keys.member("a"), b"something else")
     assert read_beacon(store, keys.member("a")) is None
     assert "not a beacon" in caplog.text
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "aab", "bba"])
+def test_of_two_writers_that_yield_the_earlier_one_stops_whoever_beats_next(store, order):
+    """Both beat equally often, and a beat that was under way when the other began may come once more."""
+    key = keys.member("a")
+    writers = {"a": Beacon(store, key, nonce="00000001", yields=True), "b": Beacon(store, key, nonce="00000002", yields=True)}
+    writers["a"].beat()
+    writers["b"].beat()
+    for name in order:
+        writers[name].beat()
+    assert [writers[name].is_replaced for name in "ab"] == [True, False]
+    writers["a"].remove()
+    assert read_beacon(store, key).nonce == "00000002", "a goodbye of the earlier one takes nothing away"
+    writers["b"].remove()
+    assert read_beacon(store, key) is None
+
+
+def test_a_beat_of_the_earlier_writer_that_comes_late_stops_nobody_but_it(store):
+    key = keys.member("a")
+    earlier, later = (Beacon(store, key, nonce=nonce, yields=True) for nonce in ("00000001", "00000002"))
+    earlier.beat()
+    late = store.get(key, max_nbytes=1000)
+    later.beat()
+    store.put(key, late)
+    later.beat()
+    earlier.beat()
+    assert (earlier.is_replaced, later.is_replaced) == (True, False)

@@ -294,6 +294,11 @@ class Application:
         """What wrote the weights may have died before it had caches dropped: an engine may outlive the receiver beside it."""
         self._must_drop = True
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether the engine did what ``shut`` asked it to."""
+        return not self._must_shut
+
     def keep_shut(self) -> None:
         """If the engine could not be stopped when the gate was shut, try again."""
         if not self._must_shut:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from deltarefit.errors import DeadlineError
+from deltarefit.errors import DeadlineError, RejectedError
 
 __all__ = ["LocalGate", "RequestGate", "close_gate"]
 
@@ -45,6 +45,7 @@ class LocalGate:
         self._changed = threading.Condition()
         self._is_open = True
         self._running = 0
+        self._refusal = ""
 
     @property
     def is_open(self) -> bool:
@@ -57,9 +58,13 @@ class LocalGate:
 
         Raises:
             DeadlineError: the gate was still closed after ``timeout_s``.
+            RejectedError: it was said that it will not open again, and why.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_open, timeout_s):
+            is_known = self._changed.wait_for(lambda: self._is_open or bool(self._refusal), timeout_s)
+            if self._refusal:
+                raise RejectedError(self._refusal)
+            if not is_known:
                 raise DeadlineError(f"a request waited {timeout_s} s for the request gate to reopen; a refit is still running")
             self._running += 1
         try:
@@ -81,4 +86,11 @@ class LocalGate:
     def reopen(self) -> None:
         with self._changed:
             self._is_open = True
+            self._changed.notify_all()
+
+    def refuse(self, why: str) -> None:
+        """Admit nothing any more; requests that wait get the reason."""
+        with self._changed:
+            self._is_open = False
+            self._refusal = why
             self._changed.notify_all()

@@ -38,8 +38,15 @@ class Heartbeat:
         self._thread.start()
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether a later start beats under the beacon's key, so that this one does no more."""
+        return self._beacon.is_replaced
+
+    @property
     def may_act(self) -> bool:
         """Ask before every write and every reopening of the request gate."""
+        if self.is_replaced:
+            return False
         with self._lock:
             return self._fence.may_act(self._clock.monotonic_s())
 

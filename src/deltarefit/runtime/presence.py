@@ -9,7 +9,7 @@ from deltarefit.protocol import LeaseSettings
 from deltarefit.runtime.clock import Clock, IdSource
 from deltarefit.runtime.heartbeat import Heartbeat
 from deltarefit.runtime.messages import Membership, encode_message
-from deltarefit.transport import Beacon, RunStore, keys, read_beacon
+from deltarefit.transport import Beacon, RunStore, keys
 
 __all__ = ["Presence"]
 
@@ -33,14 +33,9 @@ class Presence:
     ) -> None:
         """Give the first sign of life."""
         self._ids = ids
-        self._store = store
-        self._key = keys.member(name)
-        before = read_beacon(store, self._key)
-        self._known = {nonce} if before is None else {nonce, before.nonce}
-        """Of this start, and of the one that had the name before it."""
-        self._is_replaced = False
         self._shown = self._seen = Membership(nonce, engine, "", "", None, key_print=key_print)
-        self._heartbeat = Heartbeat(Beacon(store, self._key, nonce=nonce), lease, clock, lambda: encode_message(self._shown))
+        beacon = Beacon(store, keys.member(name), nonce=nonce, yields=True)
+        self._heartbeat = Heartbeat(beacon, lease, clock, lambda: encode_message(self._shown))
 
     @property
     def shown(self) -> Membership:
@@ -61,14 +56,10 @@ class Presence:
         """Whether the lease holds. Ask before every write and every reopening of the request gate."""
         return self._heartbeat.may_act
 
-    def look_for_another(self) -> bool:
-        """Whether a later start of a receiver shows itself under this name. If so, show nothing any more: the name is its."""
-        if not self._is_replaced:
-            reading = read_beacon(self._store, self._key)
-            self._is_replaced = reading is not None and reading.nonce not in self._known
-            if self._is_replaced:
-                self._heartbeat.close(say_goodbye=False)
-        return self._is_replaced
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a later start of a receiver shows itself under this name. Then this one shows nothing any more."""
+        return self._heartbeat.is_replaced
 
     def note(self, **changes: object) -> None:
         """Change what the next beat shows."""
@@ -88,5 +79,4 @@ class Presence:
         self._heartbeat.restore()
 
     def close(self) -> None:
-        if not self._is_replaced:
-            self._heartbeat.close()
+        self._heartbeat.close()

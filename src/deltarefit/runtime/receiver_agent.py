@@ -256,8 +256,6 @@ class Receiver:
                 process.
         """
         self._home.check("serving() of a Receiver")  # no refit reaches a fork's copy of the weights
-        if self._standing.is_replaced and self.failure is not None:
-            raise self.failure
         if not isinstance(self._gate, LocalGate):
             raise RejectedError("serving(): this receiver has a request gate of your own; admit requests through that")
         with self._gate.serving(timeout_s):
@@ -341,11 +339,20 @@ class Receiver:
                 _LOG.exception("receiver %s: unexpected failure, goes on", self.name)
                 self._clock.sleep(self.settings.poll_s)
 
+    def _has_given_way(self) -> bool:
+        """Keep the lease, or the gate shut if another receiver has the name, and with it the messages."""
+        self._standing.keep_lease()
+        if not self._presence.is_replaced:
+            return False
+        self._unread.clear()
+        self._mailroom.close()
+        if isinstance(self._gate, LocalGate) and self.failure is not None:
+            self._gate.refuse(str(self.failure))
+        return True
+
     def step(self, timeout_s: float) -> None:
         """Look for work once, and do it; waits at most ``timeout_s`` for some."""
-        self._standing.keep_lease()
-        if self._standing.is_replaced:
-            self._mailroom.close()  # what lies there is for the one that has the name now
+        if self._has_given_way():
             self._stopping.wait(timeout_s)
             return
         if not self._standing.is_joined and not self._standing.join():
@@ -356,7 +363,8 @@ class Receiver:
         self._mailroom.is_busy = is_busy or self._clock.monotonic_s() - self._desk.heard_s < _HEED_S
         mails = self._mailroom.take(0.0 if is_busy or self._unread else timeout_s)
         self._unread.extend(mails)
-        self._standing.keep_lease()  # the wait may have been longer than it was meant to be
+        if self._has_given_way():  # the wait may have been longer than it was meant to be
+            return
         while self._unread:
             self._desk.receive(self._unread.popleft())
         self._standing.look_at_new_places()

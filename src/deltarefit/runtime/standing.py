@@ -54,8 +54,6 @@ class Standing:
     ) -> None:
         self.failure: RefitError | None = None
         """Why the receiver cannot take part."""
-        self.is_replaced = False
-        """Whether a later start has its name: then it does nothing any more."""
         self._name = name
         self._engine = engine
         self._store = store
@@ -70,6 +68,8 @@ class Standing:
         self._may_catch_up = True
         """Not tried since it came, or since it fell behind."""
         self._is_restore_ordered = False
+        self._gave_way = False
+        """To a later start of this name."""
         self._clock = clock
         self._retry_s = 0.0
         self._beat = self._first_beat = ("", 0)
@@ -97,10 +97,10 @@ class Standing:
         Others may have gone on without this one. What it holds is looked at again: by itself (``look_at_run``), or by the
         coordinator at the next attempt.
         """
-        if self._presence.may_act or self.is_replaced:
-            return
-        if self._presence.look_for_another():
+        if self._presence.is_replaced:
             self._give_way()
+            return
+        if self._presence.may_act:
             return
         _LOG.warning("receiver %s: its lease ran out; its gate is shut until it holds the committed version", self._name)
         self._application.shut()
@@ -285,9 +285,6 @@ class Standing:
     def look_at_run(self) -> None:
         """Greet a new coordinator, notice that others went on, serve again where that is right."""
         self._application.keep_shut()
-        if self._presence.look_for_another():
-            self._give_way()
-            return
         if self._is_restore_ordered and self._application.attempt is None:
             _LOG.warning("receiver %s: an operator ordered it to be restored", self._name)
             self._may_catch_up = True
@@ -315,14 +312,19 @@ class Standing:
                 self._leave()
 
     def _give_way(self) -> None:
-        """No refit reaches this engine any more: the run's messages go to the other one."""
-        self.is_replaced = True
-        self._application.shut()
-        self.failure = RejectedError(
-            f"receiver {self._name}: another receiver started under this name and took its place, so this one's gate is shut; "
-            "expected one receiver of a name in a run. Give each its own name, or none, and start this one again"
-        )
-        _LOG.error("%s", self.failure)
+        """No refit reaches this engine any more: the run's messages go to the other one. Told again until the gate is shut."""
+        if not self._gave_way:
+            self._gave_way = True
+            self.failure = None
+            self._application.shut()
+        else:
+            self._application.keep_shut()
+        if self.failure is None and self._application.is_shut:
+            self.failure = RejectedError(
+                f"receiver {self._name}: another receiver started under this name and took its place, so this one's gate is "
+                "shut; expected one receiver of a name in a run. Give each its own name, or none, and start this one again"
+            )
+            _LOG.error("%s", self.failure)
 
     def _serve_again(self, state: ControlState) -> None:
         if self._presence.may_act and self._application.serve_again(state):

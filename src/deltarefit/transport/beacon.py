@@ -39,26 +39,47 @@ class BeaconReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Beacon:
     """Writes one beacon. ``beat`` and ``remove`` may be called from any thread."""
 
-    def __init__(self, store: RunStore, key: str, *, nonce: str, info: bytes = b"") -> None:
-        """``key``: from ``keys.member`` or ``keys.control``. Nothing is written before the first ``beat``."""
+    def __init__(self, store: RunStore, key: str, *, nonce: str, info: bytes = b"", yields: bool = False) -> None:
+        """``key``: from ``keys.member`` or ``keys.control``. Nothing is written before the first ``beat``.
+
+        ``yields``: look before each beat, and write nothing any more once a later start has beaten under this key.
+        """
         if len(info) > _MAX_NBYTES // 2:
             raise RejectedError(f"beacon {key}: expected at most {_MAX_NBYTES // 2} bytes of info, got {len(info)}")
         self._store = store
         self._key = key
         self._lock = threading.Lock()
         self._reading = BeaconReading(keys.name_of_member(key), nonce, 0, info)
+        self._yields = yields
+        self._known = {nonce}
+        """Of this start, and of the one that had the key before it, which may beat once more."""
+        self.is_replaced = False
+        """Whether a later start was seen; only if this one yields."""
 
     def beat(self, info: bytes | None = None) -> None:
-        """Write the next sign of life, with new info if given."""
+        """Write the next sign of life, with new info if given; not if a later start has the key."""
         with self._lock:
+            if self._yields_now():
+                return
             last = self._reading
             self._reading = BeaconReading(last.name, last.nonce, last.counter + 1, last.info if info is None else info)
             self._store.put(self._key, msgspec.msgpack.encode(self._reading))
 
     def remove(self) -> None:
-        """Say goodbye: readers see at once that the writer left on purpose."""
+        """Say goodbye: readers see at once that the writer left on purpose. What a later start shows stays."""
         with self._lock:
-            self._store.delete([self._key])
+            if not self._yields_now():
+                self._store.delete([self._key])
+
+    def _yields_now(self) -> bool:
+        """Both starts beat equally often, so the earlier one meets the other's beat at its next one or the one after it."""
+        if not self._yields or self.is_replaced:
+            return self.is_replaced
+        reading = read_beacon(self._store, self._key)
+        if reading is not None and not self._reading.counter:
+            self._known.add(reading.nonce)
+        self.is_replaced = reading is not None and reading.nonce not in self._known
+        return self.is_replaced
 
 
 def read_beacons(store: RunStore, prefix: str = keys.MEMBERS) -> list[BeaconReading]:
