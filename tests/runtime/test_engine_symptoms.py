@@ -100,6 +100,10 @@ class Served:
         options = {name: settings.pop(name) for name in ("wrap_sender", "clock") if name in settings}
         self.publisher = pair.publisher(settings=msgspec.structs.replace(SETTINGS, **settings), **options)
 
+    def wait_joined(self):
+        for receiver in self.receivers:
+            receiver.wait_joined(20.0)
+
     def refit(self, seed):
         perturb(self.pair.policy, seed)
         return self.publisher.refit()
@@ -313,6 +317,7 @@ def test_an_engine_outlives_its_receiver_and_keeps_the_cache_that_was_to_be_drop
     """A server goes on while the process beside it dies, right after the new weights were in place."""
     served = make(num_receivers=2, min_receivers=1)
     engine = served.engines[0]
+    served.wait_joined()  # one is enough for a refit
     served.refit(0)
     with served.receivers[0].serving(5.0):
         engine.answer(3)
@@ -331,6 +336,7 @@ def test_an_engine_whose_caches_stay_joins_once_and_serves_when_they_are_gone(ma
     """Learning where an engine keeps its weights takes long, and has nothing to do with its caches."""
     served = make(num_receivers=2, min_receivers=1)
     engine = served.engines[0]
+    served.wait_joined()  # one is enough for a refit
     served.refit(0)
     served.receivers[0].close()
     engine.refuses_reset = 10**6
