@@ -12,7 +12,7 @@ from checkpoints import bf16, nudged, write_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltarefit import offline
+from deltarefit import offline, payload
 from deltarefit.errors import PayloadInvalidError, RefitError, RejectedError
 from deltarefit.offline import container, grid
 from deltarefit.offline.container import HEAD, Delta, DeltaWriter, digest_of
@@ -47,6 +47,21 @@ def test_every_cut_is_refused(delta):
     assert "something follows it" in refused(delta)
 
 
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(1, "make it again with 'deltarefit diff', or apply it with the build that made it"), (3, "upgrade this build")],
+)
+def test_a_delta_of_another_version_is_refused_with_what_to_do(delta, tmp_path, version, advice):
+    """Version 1 has payloads of another format within."""
+    data = bytearray(delta.read_bytes())
+    struct.pack_into("<H", data, 8, version)
+    delta.write_bytes(data)
+    said = f"{delta}: a delta of format version {version}, this build reads 2: {advice}; nothing was applied"
+    assert refused(delta) == said
+    with pytest.raises(PayloadInvalidError, match=re.escape(said)):
+        offline.apply_deltas(tmp_path / "old", [delta], tmp_path / "out")
+
+
 def test_every_altered_byte_is_refused_before_anything_is_written(delta, tmp_path):
     data = delta.read_bytes()
     for at in range(0, len(data), 3):
@@ -79,7 +94,7 @@ def rewritten(delta: Path, change, *, text=None, compress=zstandard.compress, cl
     text = msgspec.json.encode(document) if text is None else text
     frame = compress(text)
     raw_nbytes = len(text) + claims
-    fields = (container.MAGIC, 1, 0, 0, offset, len(frame), raw_nbytes, bytes.fromhex(digest_of(frame)))
+    fields = (container.MAGIC, container.FORMAT_VERSION, 0, 0, offset, len(frame), raw_nbytes, bytes.fromhex(digest_of(frame)))
     head = HEAD.pack(*fields, bytes(16))[:-16]
     delta.write_bytes(head + bytes.fromhex(digest_of(head)) + data[HEAD.size : offset] + frame)
     return delta
@@ -231,6 +246,7 @@ def test_format_document_holds_the_constants():
     assert offset == HEAD.size
     for name, value in (
         ("format version", container.FORMAT_VERSION),
+        ("payload format version", payload.FORMAT_VERSION),
         ("magic", container.MAGIC.hex(" ")),
         ("personalisation", container.DIGEST_PERSON.decode()),
         ("slice bytes", grid.SLICE_NBYTES),

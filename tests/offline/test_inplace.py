@@ -210,7 +210,7 @@ def test_altered_journal_is_not_carried_out(tmp_path, small_slices):
     state = tmp_path / "work" / JOURNAL / "journal.json"
     document = msgspec.json.decode(state.read_bytes())
     for changed, text in (
-        ({**document, "format_version": 2}, "resume with that build"),
+        ({**document, "format_version": 1}, "this build reads 2; resume with that build"),
         ({**document, "removed": ["../new"]}, "plain visible name"),
         ({**document, "surprise": 1}, "surprise"),
     ):

@@ -13,10 +13,10 @@ from deltarefit import offline
 HERE = Path(__file__).parent / "vectors"
 PAYLOAD_READER = Path(__file__).parents[1] / "vectors" / "payload_reader.py"
 ENDS = {
-    "delta_v1_difference": ("v0", "v1"),
-    "delta_v1_overwrite": ("v1", "v2"),
-    "delta_v1_xor": ("v0", "v2"),
-    "delta_v1_folded": ("v0", "v2"),
+    "delta_v2_difference": ("v0", "v1"),
+    "delta_v2_overwrite": ("v1", "v2"),
+    "delta_v2_xor": ("v0", "v2"),
+    "delta_v2_folded": ("v0", "v2"),
 }
 
 

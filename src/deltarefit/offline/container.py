@@ -33,7 +33,8 @@ __all__ = ["FORMAT_VERSION", "HEAD", "MAGIC", "MAX_MANIFEST_NBYTES", "Delta", "D
 
 MAGIC = b"\x89DRFD\r\n\x1a"
 """As for payloads: a transfer that took the file for text shows in its first eight bytes."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Raised with the format of payloads too, which deltas are made of: an older build could open such a file, and not read it."""
 HEAD_FIELDS = (
     ("magic", "8s"),
     ("format_version", "H"),
@@ -273,7 +274,9 @@ def _read_head(fd: int, nbytes: int, path: Path) -> _Head:
     if magic != MAGIC:
         _refuse(path, f"starts with {magic.hex()}, expected {MAGIC.hex()}: this is no delta, or one that was never finished")
     if format_version != FORMAT_VERSION:
-        _refuse(path, f"format version {format_version}, this build reads {FORMAT_VERSION}; upgrade the older side")
+        older = "make it again with 'deltarefit diff', or apply it with the build that made it"
+        advice = older if format_version < FORMAT_VERSION else "upgrade this build"
+        _refuse(path, f"a delta of format version {format_version}, this build reads {FORMAT_VERSION}: {advice}")
     if digest_of(raw[:_HEAD_DIGEST_OFFSET]) != head_digest.hex() or flags or zero:
         _refuse(path, "its head was altered")
     if offset + frame_nbytes != nbytes:

@@ -47,7 +47,7 @@ __all__ = ["apply_in_place", "resume_in_place"]
 _REDO = "redo.delta"
 _STATE = "journal.json"
 _NEW = "new"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2  # of the journal, redo.delta included: raised with the delta's
 _MAX_STATE_NBYTES = 2**30
 
 

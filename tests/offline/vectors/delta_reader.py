@@ -28,7 +28,7 @@ def width_of(state):
 def read(data):
     """The manifest, and the bytes of its payloads and blobs."""
     magic, version, flags, zero, offset, frame_nbytes, nbytes, manifest, head = struct.unpack_from("<8sHHIQQQ16s16s", data)
-    assert (magic, version, flags, zero) == (b"\x89DRFD\r\n\x1a", 1, 0, 0)
+    assert (magic, version, flags, zero) == (b"\x89DRFD\r\n\x1a", 2, 0, 0)
     assert digest(data[:56]) == head.hex()
     assert offset + frame_nbytes == len(data)
     assert digest(data[offset:]) == manifest.hex()

@@ -48,11 +48,11 @@ def make(directory: Path) -> None:
         companions=companions,
     )
     write_sharded(versions[2], [third], companions={**companions, "config.json": b'{"x": 2}'}, metadata={"step": "2"})
-    offline.diff_checkpoints(versions[0], versions[1], directory / "delta_v1_difference.bin")
-    offline.diff_checkpoints(versions[1], versions[2], directory / "delta_v1_overwrite.bin", encoding=Encoding.OVERWRITE)
-    offline.diff_checkpoints(versions[0], versions[2], directory / "delta_v1_xor.bin", encoding=Encoding.XOR)
-    chain = [directory / "delta_v1_difference.bin", directory / "delta_v1_overwrite.bin"]
-    offline.fold_deltas(chain, directory / "delta_v1_folded.bin")
+    offline.diff_checkpoints(versions[0], versions[1], directory / "delta_v2_difference.bin")
+    offline.diff_checkpoints(versions[1], versions[2], directory / "delta_v2_overwrite.bin", encoding=Encoding.OVERWRITE)
+    offline.diff_checkpoints(versions[0], versions[2], directory / "delta_v2_xor.bin", encoding=Encoding.XOR)
+    chain = [directory / "delta_v2_difference.bin", directory / "delta_v2_overwrite.bin"]
+    offline.fold_deltas(chain, directory / "delta_v2_folded.bin")
     for version in versions:
         content = {name: data.hex() for name, data in files_of(version).items()}
         (directory / f"{version.name}.json").write_text(json.dumps(content, indent=1) + "\n")
