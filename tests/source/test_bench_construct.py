@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from source_cases import plan_for
 
 from deltarefit.canonical import TensorSpec
+from deltarefit.ids import EncodingMode, OwnerId
 from deltarefit.pieces import Piece, whole
 from deltarefit.records import Bucket, CodedItem, Encoding, LocationForm
-from deltarefit.source import onto_shard
+from deltarefit.source import Owner, SourceSettings, onto_shard
 from deltarefit.testing import bench_construct
 from deltarefit.testing.bench_construct import assemble, run
 
@@ -18,6 +20,22 @@ def small():
         patch.setattr(bench_construct, "HIDDEN", 256)
         patch.setattr(bench_construct, "EXPERT", 192)
         yield run(num_experts=32, rounds=1, threads=1)
+
+
+def test_payloads_are_cut_as_an_owner_cuts_them(monkeypatch):
+    """Smaller ones first and last: what they cost belongs to what is measured."""
+    monkeypatch.setattr(bench_construct, "HIDDEN", 256)
+    monkeypatch.setattr(bench_construct, "EXPERT", 192)
+    settings = SourceSettings(chunk_nbytes=2**20, bucket_nbytes=2**22, scan_threads=1)
+    model = bench_construct._Model(1, 32, 0)
+    owner = Owner(OwnerId(0), model.tasks, settings)
+    model.convert()
+    model.change(0.05)
+    plan = plan_for(*{task.spec.name: task.spec for task in model.tasks}.values())
+    cut = [bucket.input_nbytes for bucket in owner.build(plan, EncodingMode.MIXED)]
+    measured = bench_construct._Construction(model, bench_construct._MODES[-1], settings).payloads()
+    assert [bucket.input_nbytes for bucket, _ in measured] == cut
+    assert cut[0] < max(cut) > cut[-1]
 
 
 def test_every_mode_finds_the_same_changes(small):

@@ -41,7 +41,7 @@ MIB = 2**20
 def test_the_first_and_the_last_are_smaller(parts):
     """So the link has something to carry soon, and little is left to write once the last byte has arrived."""
     sized = [(4 * MIB, 4 * MIB)] * parts
-    chunks = [sum(chunk) for chunk in cut_into_chunks(sized, 64 * MIB, tapers=True)]
+    chunks = [sum(chunk) for chunk in cut_into_chunks(sized, 64 * MIB, total_nbytes=parts * 4 * MIB)]
     assert sum(chunks) == parts * 4 * MIB
     assert max(chunks) <= 64 * MIB
     buckets = [b.input_nbytes for b in cut_into_buckets([((ITEM,), n) for n in chunks], 256 * MIB, total_nbytes=sum(chunks))]
@@ -57,7 +57,7 @@ def test_the_first_and_the_last_are_smaller(parts):
 
 
 def test_what_is_small_anyway_is_not_cut_smaller():
-    assert [sum(chunk) for chunk in cut_into_chunks([(MIB, MIB)] * 9, 2 * MIB, tapers=True)] == [2 * MIB] * 4 + [MIB]
+    assert [sum(chunk) for chunk in cut_into_chunks([(MIB, MIB)] * 9, 2 * MIB, total_nbytes=9 * MIB)] == [2 * MIB] * 4 + [MIB]
     buckets = cut_into_buckets([((ITEM,), MIB)] * 9, 2 * MIB, total_nbytes=9 * MIB)
     assert [bucket.input_nbytes for bucket in buckets] == [2 * MIB] * 4 + [MIB]
 

@@ -1,6 +1,7 @@
 """The paper's coverage tables, reproduced, and ours beside them (Tables D.1, D.2, Fig. D.2)."""
 
 import math
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,7 +10,15 @@ from source_cases import row_shards, spec
 
 from deltarefit.canonical import Catalog
 from deltarefit.errors import RejectedError
-from deltarefit.source import ParallelDegrees, SourceSettings, coverage_of, cut_into_chunks, elect_owners, open_source
+from deltarefit.source import (
+    ParallelDegrees,
+    SourceSettings,
+    coverage_of,
+    cut_into_buckets,
+    cut_into_chunks,
+    elect_owners,
+    open_source,
+)
 from deltarefit.source.task import ConversionTask
 from deltarefit.testing.collective import run_ranks
 
@@ -113,22 +122,26 @@ def test_baseline_of_the_papers_classes_is_its_checkpoint_and_a_little(qwen, ult
 
 
 def test_bucket_targets_give_about_the_papers_number_of_payloads():
-    """482 payloads over 32 owners at 247.2 GB, from 256 MiB chunks in 512 MiB buckets."""
+    """482 payloads over 32 owners at 247.2 GB, from 256 MiB chunks in 512 MiB buckets; half as many again with smaller ones at
+    both ends, as owners cut them."""
     catalog = nemotron_super_120b()
     assert abs(catalog.nbytes / 1e9 - 247.2) < 1.5
+    assert math.ceil(catalog.nbytes / 32 / SourceSettings().bucket_nbytes) * 32 == 480
     tasks = [ConversionTask(s.name, s, (), lambda: None, tuple(range(32))) for s in catalog.values()]
-    sizes = {s.name: s.nbytes for s in catalog.values()}
     for task in tasks:
         object.__setattr__(task, "pieces", (_Whole(task.spec.num_elements),))
     owners = elect_owners(tasks)
-    payloads = 0
-    for rank in range(32):
-        owned = sorted(name for name, owner in owners.items() if owner == rank)
-        chunks = cut_into_chunks([(name, sizes[name]) for name in owned], SourceSettings().chunk_nbytes)
-        chunk_sizes = [sum(sizes[name] for name in chunk) for chunk in chunks]
-        payloads += len(cut_into_chunks([(size, size) for size in chunk_sizes], SourceSettings().bucket_nbytes))
-    assert math.ceil(catalog.nbytes / 32 / SourceSettings().bucket_nbytes) * 32 == 480
-    assert 470 <= payloads <= 500
+    shares = [[s.nbytes for name, s in sorted(catalog.items()) if owners[name] == rank] for rank in range(32)]
+    assert 470 <= sum(num_payloads(share, None) for share in shares) <= 500
+    assert 700 <= sum(num_payloads(share, sum(share)) for share in shares) <= 750
+
+
+def num_payloads(sizes, total_nbytes):
+    """Of an owner of tensors that all change; with ``total_nbytes`` smaller ones come first and last."""
+    settings, item = SourceSettings(), SimpleNamespace(spec=spec())
+    chunks = cut_into_chunks([(size, size) for size in sizes], settings.chunk_nbytes, total_nbytes=total_nbytes)
+    scanned = [((item,) * len(chunk), sum(chunk)) for chunk in chunks]
+    return len(list(cut_into_buckets(scanned, settings.bucket_nbytes, total_nbytes=total_nbytes)))
 
 
 class _Whole:

@@ -9,7 +9,7 @@ end, so that little is left to decode and write once the last byte has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from deltarefit.payload import Limits
@@ -21,32 +21,36 @@ PartT = TypeVar("PartT")
 _LEAST_SHARE = 8
 """The first and the last are an eighth of the others: with fewer bytes, what each costs by itself would show."""
 _LEAST_NBYTES = 2 << 20
+"""Nor less than this, where the others are small themselves: each costs a request to the store, a head and frames of its own,
+whatever it carries."""
 
 
-def _tapered(target_nbytes: int, done_nbytes: int, left_nbytes: int) -> int:
-    """Target of the next chunk or bucket: as much as all before it together, and half of what is left at most."""
+def _target(target_nbytes: int, done_nbytes: int, total_nbytes: int | None) -> int:
+    """Of the next chunk or bucket: where the total is known, as much as all before it together, and half of what is left, at
+    most."""
+    if total_nbytes is None:
+        return target_nbytes
     least_nbytes = max(target_nbytes // _LEAST_SHARE, min(target_nbytes, _LEAST_NBYTES))
-    return max(least_nbytes, min(target_nbytes, done_nbytes, left_nbytes // 2))
+    return max(least_nbytes, min(target_nbytes, done_nbytes, (total_nbytes - done_nbytes) // 2))
 
 
 def cut_into_chunks(
-    parts: Sequence[tuple[PartT, int]], target_nbytes: int, *, tapers: bool = False
+    parts: Iterable[tuple[PartT, int]], target_nbytes: int, *, total_nbytes: int | None = None
 ) -> tuple[tuple[PartT, ...], ...]:
     """Group (part, nbytes) in order: a chunk ends before the part that would take it past its target.
 
-    With ``tapers`` the target is smaller at both ends.
+    If ``total_nbytes``, the bytes of all parts, is given, the first and the last chunks are smaller.
     """
     chunks: list[tuple[PartT, ...]] = []
     filling: list[PartT] = []
     filled = done = 0
-    total = sum(nbytes for _, nbytes in parts)
-    target = _tapered(target_nbytes, 0, total) if tapers else target_nbytes
+    target = _target(target_nbytes, 0, total_nbytes)
     for part, nbytes in parts:
         if filling and filled + nbytes > target:
             chunks.append(tuple(filling))
             done += filled
             filling, filled = [], 0
-            target = _tapered(target_nbytes, done, total - done) if tapers else target_nbytes
+            target = _target(target_nbytes, done, total_nbytes)
         filling.append(part)
         filled += nbytes
     if filling:
@@ -59,7 +63,7 @@ def cut_into_buckets(
     target_nbytes: int,
     limits: Limits | None = None,
     *,
-    total_nbytes: int = 0,
+    total_nbytes: int | None = None,
 ) -> Iterator[Bucket]:
     """Buckets from scanned chunks, each given as its items and its input bytes, as soon as each bucket is full.
 
@@ -70,10 +74,8 @@ def cut_into_buckets(
     limits = limits or Limits()
     items: list[CodedItem] = []
     filled = named = seen = 0
-    target = target_nbytes
     for chunk_items, chunk_nbytes in scanned:
-        if total_nbytes:
-            target = _tapered(target_nbytes, seen - filled, total_nbytes - seen + filled)
+        target = _target(target_nbytes, seen - filled, total_nbytes)
         seen += chunk_nbytes
         if not chunk_items:
             continue

@@ -212,13 +212,16 @@ class _Construction:
             for name, tasks in model.by_name.items()
             if mode.assembles(name)
         ]
-        self._jobs = cut_into_chunks([((job, nbytes), nbytes) for job, nbytes in (*direct, *assembled)], settings.chunk_nbytes)
+        sized = [((job, nbytes), nbytes) for job, nbytes in (*direct, *assembled)]
+        self._total_nbytes = sum(nbytes for _, nbytes in sized)
+        self._jobs = cut_into_chunks(sized, settings.chunk_nbytes, total_nbytes=self._total_nbytes)
 
     def payloads(self) -> Iterator[tuple[Bucket, int]]:
         """Every payload's bucket and bytes, scanned by all threads and encoded on one more, as an owner does."""
         with ThreadPoolExecutor(self._settings.num_threads) as pool:
             chunks = pool.map(self._run, self._jobs)
-            for sequence, bucket in enumerate(cut_into_buckets(chunks, self._settings.bucket_nbytes)):
+            buckets = cut_into_buckets(chunks, self._settings.bucket_nbytes, total_nbytes=self._total_nbytes)
+            for sequence, bucket in enumerate(buckets):
                 yield bucket, len(_encode(bucket, sequence))
 
     @staticmethod
