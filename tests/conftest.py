@@ -9,8 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,6 +45,32 @@ def no_mode_of_torch_is_left():
 def _torch_modes() -> int:
     torch = sys.modules.get("torch")
     return torch._C._len_torch_function_stack() if torch is not None else 0
+
+
+@pytest.fixture
+def open_directory():
+    """An empty directory that other users can reach; pytest's own they can't."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        yield directory
+
+
+@pytest.fixture
+def other_user():
+    """Within ``with other_user():`` files' permissions hold for this process, even if it is the superuser's."""
+
+    @contextmanager
+    def become():
+        uid = os.geteuid()
+        if not uid:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(uid)
+
+    return become
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 import threading
@@ -109,7 +110,7 @@ def test_a_database_of_something_else_reads_as_absent_and_keeps_its_tables(path)
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RejectedError, match="the folder of the control record cannot be made"):
+    with pytest.raises(RejectedError, match="the control record cannot be made"):
         SqliteRecordStore(tmp_path / "file" / "control.db").swap(ABSENT, b"1")
 
 
@@ -140,3 +141,31 @@ def test_a_file_system_without_a_write_ahead_log_is_refused(path, monkeypatch):
     )
     with pytest.raises(RejectedError, match="cannot hold a write-ahead log"):
         SqliteRecordStore(path).swap(ABSENT, b"1")
+
+
+def test_the_umask_decides_who_may_write_the_record(path):
+    before = os.umask(0o002)
+    try:
+        SqliteRecordStore(path).swap(ABSENT, b"1")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o664
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("SELECT * FROM control").fetchall()
+            assert {stat.S_IMODE(one.stat().st_mode) for one in path.parent.iterdir()} == {0o664}
+            assert len(list(path.parent.iterdir())) == 3
+    finally:
+        os.umask(before)
+
+
+def test_a_reader_that_may_not_write_the_record_is_refused_and_leaves_nothing_in_its_way(open_directory, other_user):
+    """SQLite makes the log's files as the user that reads, in a directory that all may write to."""
+    open_directory.chmod(0o777)
+    store = SqliteRecordStore(open_directory / "control.db")
+    assert store.swap(ABSENT, b"1")
+    store._path.chmod(0o444)
+    with other_user():
+        for call in (store.read, lambda: store.swap(ABSENT, b"2")):
+            with pytest.raises(RejectedError, match=r"control\.db: the control record belongs to another user; expected"):
+                call()
+    assert [one.name for one in open_directory.iterdir()] == ["control.db"]
+    store._path.chmod(0o644)
+    assert store.swap(store.read()[1], b"2")

@@ -223,3 +223,15 @@ def test_short_body_is_not_taken_for_the_object(monkeypatch, tmp_path):
     monkeypatch.setattr(obstore, "get", lambda *_: short)
     with pytest.raises(TransportError, match="expected 12 bytes, the store sent 5"):
         store.get("k", max_nbytes=100)
+
+
+def test_a_directory_of_another_user_is_refused_at_once(open_directory, other_user, caplog):
+    store = open_run(open_directory.as_uri(), clock=ManualClock())
+    (open_directory / "members").mkdir(mode=0o555)
+    with other_user():
+        for write in (store.put, store.put_if_absent):
+            with pytest.raises(
+                RejectedError, match=r"members/a .*the store refused us; check .*permissions: .*Permission denied"
+            ):
+                write("members/a", b"x")
+    assert "try 1" not in caplog.text, "no repetition gives permission"

@@ -7,6 +7,7 @@ that is killed or frozen between calls holds no lock, and nothing but the databa
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ _SCHEMA = (
 class SqliteRecordStore:
     """One row, write-ahead log, ``synchronous=FULL``: a swap that returned True survives SIGKILL and power loss.
 
-    The file is made by the first swap; reading a run that does not exist creates nothing.
+    The file is made by the first swap, with the permissions that the umask leaves. Reading a run that does not exist creates
+    nothing.
     """
 
     def __init__(self, path: str | Path, *, busy_timeout_s: float = 10.0) -> None:
@@ -47,12 +49,14 @@ class SqliteRecordStore:
     def read(self) -> tuple[bytes | None, Tag]:
         if not self._path.exists():
             return None, ABSENT
+        self._require_write_permission()
         with self._translated(TransportError), self._connection() as connection:
             return self._row(connection)
 
     def swap(self, tag: Tag, new: bytes) -> bool:
         check_nbytes(self.place, len(new))
-        self._make_folder()
+        self._make_file()
+        self._require_write_permission()
         with self._translated(SwapUncertainError), self._connection() as connection:
             self._set_up(connection)
             connection.execute("BEGIN IMMEDIATE")
@@ -88,11 +92,22 @@ class SqliteRecordStore:
         data = connection.execute("SELECT data FROM control WHERE id = 1").fetchone()[0]
         return bytes(data), Tag(str(revision))
 
-    def _make_folder(self) -> None:
+    def _make_file(self) -> None:
+        """SQLite would take the group's permissions away; the files that it puts beside this one get the same."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._path.exists():
+                os.close(os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666))
         except OSError as error:
-            raise RejectedError(f"{self.place}: the folder of the control record cannot be made: {error}") from error
+            raise RejectedError(f"{self.place}: the control record cannot be made: {error}") from error
+
+    def _require_write_permission(self) -> None:
+        """Reading makes files beside it as well: left by one who may not write here, they would keep its writers out."""
+        if not os.access(self._path, os.R_OK | os.W_OK, effective_ids=True):
+            raise RejectedError(
+                f"{self.place}: the control record belongs to another user; expected permission to read and write it. Run "
+                "trainer, receivers and commands as one user, or as one group with a umask that lets it write"
+            )
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
         mode = self._turned_to_wal(connection)

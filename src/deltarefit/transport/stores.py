@@ -260,8 +260,12 @@ def _info(meta: Any) -> ObjectInfo:
     return ObjectInfo(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
 
 
-_REFUSED = ("NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "169.254.169.254")
-"""Words in a store's answer that no repetition will change; the last is the address asked when no credentials are set."""
+_REFUSED = (
+    *("NoSuchBucket", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "169.254.169.254"),
+    *("(os error 13)", "(os error 30)"),
+)
+"""Words in a store's answer that no repetition will change. 169.254.169.254 is the address asked when no credentials are set;
+error 13 is a directory of another user, 30 a file system mounted for reading only."""
 
 
 @contextlib.contextmanager
@@ -281,7 +285,9 @@ def _translated(what: str) -> Iterator[None]:
         raise RejectedError(f"{what}: {_short(error)}") from error
     except (foreign.BaseError, OSError) as error:
         if any(word in str(error) for word in _REFUSED):
-            raise RejectedError(f"{what}: the store refused us; check URL and credentials: {_short(error)}") from error
+            raise RejectedError(
+                f"{what}: the store refused us; check URL, credentials and permissions: {_short(error)}"
+            ) from error
         raise TransportError(f"{what}: {_short(error)}") from error
 
 
