@@ -113,8 +113,8 @@ class Relays:
         if self._settings.transport == "relay":
             raise RejectedError(
                 f"transport = relay, but no relay shows signs of life on the nodes of {', '.join(unserved)}; start one on each "
-                f"rollout node with 'deltarefit relay --run {self._store.url} --listen HOST:PORT', or set transport = auto"
-                + "".join(f"; {text}" for text in self._foreign)
+                f"rollout node with 'deltarefit relay --run {self._store.url} --listen HOST:PORT', as the engines' user and "
+                "with their shared_directory, or set transport = auto" + "".join(f"; {text}" for text in self._foreign)
             )
         if serving:
             _LOG.warning("going over the object store: no relay on the nodes of %s", ", ".join(unserved))
