@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import click
 import msgspec
 
 from deltarefit.cli._output import EXIT_FAILED, emit, format_nbytes, guarded, json_option, print_table
+from deltarefit.cli.demo.ending import Ending, workplace
 from deltarefit.cli.demo.engines import engine_or_fallback, ensure_source
 from deltarefit.cli.demo.run import DemoOptions, DemoResult, Refit, run_demo
 
@@ -61,26 +60,19 @@ def demo(
     """
     ensure_source(source)
     chosen, note = engine_or_fallback(engine)
-    home = directory if directory is not None else Path(tempfile.mkdtemp(prefix="deltarefit-demo-"))
-    home.mkdir(parents=True, exist_ok=True)
-    options = DemoOptions(
-        engine=chosen,
-        source=source,
-        steps=steps,
-        learning_rate=learning_rate,
-        directory=home,
-        corrupt_step=min(3, steps),
-        kill=kill,
-    )
     if note:
         click.echo(note, err=True)
-    try:
-        result = run_demo(options, chosen, note, lambda line: click.echo(line, err=True))
-    except BaseException:
-        click.echo(f"everything is kept in {home}", err=True)
-        raise
-    if directory is None:
-        shutil.rmtree(home, ignore_errors=True)
+    with Ending() as ending, workplace(directory) as home:
+        options = DemoOptions(
+            engine=chosen,
+            source=source,
+            steps=steps,
+            learning_rate=learning_rate,
+            directory=home,
+            corrupt_step=min(3, steps),
+            kill=kill,
+        )
+        result = run_demo(options, chosen, note, lambda line: click.echo(line, err=True), ending)
     emit(msgspec.to_builtins(result), as_json=as_json, human=lambda: _show(result))
     if not result.bit_equal:
         sys.exit(EXIT_FAILED)

@@ -74,6 +74,11 @@ class Child:
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{self.role} has not ended after {_EXIT_TIMEOUT_S:.0f} s; see {self.log}") from error
 
+    def terminate(self) -> None:
+        """Ask the process to end; leaving the context waits for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
     def close(self) -> None:
         """Close the link to a process that has ended."""
         if self._link is not None:
@@ -87,7 +92,7 @@ class Child:
         if self._link is not None:
             self._link.close()
         if self.process.poll() is None:
-            self.process.terminate()
+            self.terminate()
             try:
                 self.process.wait(5.0)
             except subprocess.TimeoutExpired:

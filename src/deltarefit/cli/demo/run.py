@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import secrets
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Listener
@@ -15,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from deltarefit.cli.demo import task, wire
+from deltarefit.cli.demo.ending import Ending
 from deltarefit.cli.demo.options import RolloutOptions, TrainerOptions
 from deltarefit.cli.demo.processes import Child, start_child
 from deltarefit.cli.demo.state import Difference, compare, read_state
@@ -132,18 +131,18 @@ class _Cluster:
         self.engines[number] = self._restart(child.role)
 
 
-def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResult:
+def run_demo(options: DemoOptions, engine: str, note: str, say: Say, ending: Ending) -> DemoResult:
     """Train, refit and check; see the package docstring.
 
     Raises:
         AttemptFailedError: a process of the demo failed; the text is its own, and names its log.
     """
     directory = options.directory
-    checkpoint = _make_checkpoint(directory, say)
+    checkpoint = _make_checkpoint(directory, say, ending)
     rng = random.Random(options.seed)
     refits: list[Refit] = []
     with ExitStack() as stack:
-        cluster = _start(options, engine, checkpoint, stack, say)
+        cluster = _start(options, engine, checkpoint, stack, say, ending)
         for step in range(1, options.steps + 1):
             refit = _one_step(cluster, options, step, rng, say)
             refits.append(refit)
@@ -165,18 +164,19 @@ def run_demo(options: DemoOptions, engine: str, note: str, say: Say) -> DemoResu
     )
 
 
-def _make_checkpoint(directory: Path, say: Say) -> Path:
+def _make_checkpoint(directory: Path, say: Say, ending: Ending) -> Path:
     """A tiny Qwen3-MoE checkpoint, made in a process of its own so that the parent never imports torch."""
     path = directory / "checkpoint"
-    command = [sys.executable, "-m", "deltarefit.cli.demo.checkpoint", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise AttemptFailedError(f"making the checkpoint failed:\n{done.stderr[-2000:]}")
+    with ExitStack() as stack:
+        with ending.put_off():
+            child = stack.enter_context(start_child("checkpoint", "checkpoint", [str(path)], {}, directory / "logs"))
+        if child.wait() != 0:
+            raise AttemptFailedError(child.obituary())
     say(f"checkpoint: a tiny Qwen3-MoE, bf16, {(path / 'model.safetensors').stat().st_size / 2**20:.2f} MiB, in {path}")
     return path
 
 
-def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack, say: Say) -> _Cluster:
+def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack, say: Say, ending: Ending) -> _Cluster:
     secret = secrets.token_hex(16)
     address = str(options.directory / "demo.sock")
     listener = stack.enter_context(Listener(address, family="AF_UNIX", authkey=secret.encode(), backlog=8))
@@ -196,9 +196,13 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
     rollout = RolloutOptions(engine, str(checkpoint), run, task.COMPLETION_TOKENS, threads=1, lease_s=lease_s)
     say(f"starting {TRAINERS} trainer ranks ({options.source}, gloo), {ENGINES} {engine} engines and an oracle, each a process")
 
+    begun: list[Child] = []
+
     def begin(role: str, module: str, *arguments: str) -> Child:
-        child = start_child(role, module, arguments, environment, options.directory / "logs")
-        return stack.enter_context(child)
+        with ending.put_off():
+            begun.append(stack.enter_context(start_child(role, module, arguments, environment, options.directory / "logs")))
+            stack.callback(_terminate, begun)  # all at once, before one after the other is waited for
+        return begun[-1]
 
     oracle = msgspec.structs.replace(rollout, run="")
     children = [
@@ -221,6 +225,11 @@ def _start(options: DemoOptions, engine: str, checkpoint: Path, stack: ExitStack
         by_role["oracle"],
         restart,
     )
+
+
+def _terminate(children: Sequence[Child]) -> None:
+    for child in children:
+        child.terminate()
 
 
 def _greet(listener: Listener, children: Sequence[Child], say: Say) -> None:
