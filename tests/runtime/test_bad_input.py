@@ -151,7 +151,7 @@ def test_a_model_that_changed_on_one_rank_is_refused_on_all_at_once(tmp_path):
             with pytest.raises(deltarefit.RejectedError, match=r"extra.weight, extra.bias: 2 tensors were added"):
                 publisher.refit()
 
-    run_ranks(2, rank_main)
+    assert run_ranks(2, rank_main) == [None, None]
 
 
 def test_a_fork_of_a_trainer_or_receiver_is_refused_and_leaves_its_parent_alone(pair):

@@ -62,11 +62,15 @@ class Heartbeat:
             self._fence.restore(sent_s=sent_s)
 
     def close(self, *, say_goodbye: bool = True) -> None:
-        """Beat no more; with a goodbye others see at once that the holder left on purpose."""
+        """Beat no more; with a goodbye others see at once that the holder left on purpose, unless the store is out of reach."""
         self._stop.set()
         self._thread.join(self.lease.lease_s)
-        if say_goodbye:
+        if not say_goodbye:
+            return
+        try:
             self._beacon.remove()
+        except RefitError as error:
+            _LOG.warning("left without a goodbye, so others see it when the lease runs out: %s", error)
 
     def _beat(self) -> None:
         if not self.may_act:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -106,27 +107,21 @@ class Publisher:
         self._key = key
         self._home = HomeProcess()
         self._is_closed = False
+        self._closing = ExitStack()
         self._busy = threading.Lock()
         self._hold: RunHold | None = None
         self._session: Session | None = None
         options = {"manifest": manifest, "export": export, "export_by_layer": export_by_layer, "bridge": bridge}
         side = training_side(model, adapter, collective, options, group_timeout_s=self.settings.group_timeout_s)
-        self._collective, self._own_collective = side.collective, side.own_collective
-        share_nbytes = side.adapter.catalog().nbytes // self._collective.world_size
-        self._source = open_source(side.adapter, self._collective, source_settings(self.settings, share_nbytes))
-        self._store = together(self._collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
-        self._axis = TimeAxis(boot_id())
+        self._collective = side.collective
+        if hasattr(side.own_collective, "close"):
+            self._closing.callback(side.own_collective.close)
         self._steps = write_guard(model)
-        worker = self._new_worker(wrap_sender)
-        self._owners = OwnerGroup(worker, self._collective, clock=self._clock, axis=self._axis)
-        self._initial = self._exchange_digests(worker)
-        together(self._collective, f"taking run {run}", self._take_run)
         try:
-            record = self._share_record()
+            record = self._open(side.adapter, run, wrap_sender)
         except BaseException:
             self.close()
             raise
-        worker.take_baseline(record.baseline)
         self._policy_version: int = record.policy_version
 
     def coverage(self) -> CoverageReport:
@@ -201,13 +196,9 @@ class Publisher:
         if is_idle:
             self._busy.release()
         hold, self._hold, self._session = self._hold, None, None
-        self._sender.close()
-        self.observers.close()
-        if hold is not None:
-            hold.release()
-        own, self._own_collective = self._own_collective, None
-        if hasattr(own, "close"):
-            own.close()
+        with self._closing:
+            if hold is not None:
+                hold.release()
 
     def __enter__(self) -> Self:
         return self
@@ -217,12 +208,29 @@ class Publisher:
 
     # --- setting up -------------------------------------------------------------------------------------------------
 
+    def _open(
+        self, adapter: SourceAdapter, run: str, wrap_sender: Callable[[PayloadSender], PayloadSender] | None
+    ) -> CommitRecord:
+        """Take the run with what this rank owns; what it says is committed."""
+        share_nbytes = adapter.catalog().nbytes // self._collective.world_size
+        self._source = open_source(adapter, self._collective, source_settings(self.settings, share_nbytes))
+        self._store = together(self._collective, f"opening {run}", lambda: open_run(run, clock=self._clock))
+        self._axis = TimeAxis(boot_id())
+        worker = together(self._collective, "setting up owners", lambda: self._new_worker(wrap_sender))
+        self._owners = OwnerGroup(worker, self._collective, clock=self._clock, axis=self._axis)
+        self._initial = self._exchange_digests(worker)
+        together(self._collective, f"taking run {run}", self._take_run)
+        record = self._share_record()
+        worker.take_baseline(record.baseline)
+        return record
+
     def _new_worker(self, wrap_sender: Callable[[PayloadSender], PayloadSender] | None) -> OwnerWorker:
         """This rank's owner, with what it sends through and who watches it."""
         log = EventLog(self._clock, f"owner {self._collective.rank}")
         self.observers = Observers(self.settings, log.where, self._clock, serves_metrics=self._collective.rank == 0)
+        self._closing.callback(self.observers.close)
         self.observers.watch(log)
-        self._sender = attempt_sender(
+        sender = attempt_sender(
             self._store,
             self._collective.rank,
             self.settings,
@@ -232,9 +240,10 @@ class Publisher:
             clock=self._clock,
             ids=self._ids,
         )
+        self._closing.callback(sender.close)
         return OwnerWorker(
             self._source.owner,
-            self._sender,
+            sender,
             self._store,
             log,
             clock=self._clock,

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -84,35 +84,48 @@ class Receiver:
         nonce = ids.nonce()
         self.name: ReceiverId = receiver_id(name or f"receiver-{nonce}")
         self._store = open_run(run, clock=self._clock)
-        key = engine.key
+        self._log = EventLog(self._clock, f"receiver {self.name}")
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._news = threading.Event()
+        self._unread: deque[Mail] = deque()
+        """Messages that were taken; what came with one that failed is read at the next step."""
+        self._closing = ExitStack()
+        try:
+            self._enter_run(nonce, ids)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _enter_run(self, nonce: str, ids: IdSource) -> None:
+        """Open what is closed in the opposite order."""
+        self.observers = Observers(self.settings, self._log.where, self._clock)
+        self._closing.callback(self.observers.close)
+        self.observers.watch(self._log)
+        key = self._engine.key
         self._mailbox = Mailbox(
             self._store, self.name, clock=self._clock, nonce=nonce, key=key, settings=mail_settings(self._store)
         )
-        self._log = EventLog(self._clock, f"receiver {self.name}")
-        self.observers = Observers(self.settings, self._log.where, self._clock)
-        self.observers.watch(self._log)
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
         stale = self._mailbox.take(0.0)  # left by an earlier start of this receiver
         self._mailbox.acknowledge(*(mail.key for mail in stale))
-        lease = lease_settings(self.settings.lease_s)
+        self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
+        self._closing.callback(self._feeds.close)
+        self._application = self._new_application()
+        self._closing.callback(self._application.close)
         self._presence = Presence(
             self._store,
             self.name,
-            engine.name,
+            self._engine.name,
             nonce=nonce,
-            lease=lease,
+            lease=lease_settings(self.settings.lease_s),
             clock=self._clock,
             ids=ids,
             key_print=key_print(key),
         )
-        self._feeds = receiver_feeds(self.name, self._store, self.settings, log=self._log, clock=self._clock, ids=ids)
+        self._closing.callback(self._presence.close)
         self._presence.note(node=self._feeds.node)
-        self._news = threading.Event()
-        self._unread: deque[Mail] = deque()
-        """Messages that were taken; what came with one that failed is read at the next step."""
         self._mailroom = self._new_mailroom()
-        self._application = self._new_application()
+        self._closing.callback(self._mailroom.close)
         self._desk = self._new_desk()
         self._standing = self._new_standing(ids)
         self._standing.shut_if_left_behind()
@@ -231,7 +244,11 @@ class Receiver:
             )
         else:
             engine = engine_integration(target).engine_driver(target, request_gate=gate, key=key)
-        receiver = cls(engine, run=run, name=name, request_gate=gate, settings=settings)
+        try:
+            receiver = cls(engine, run=run, name=name, request_gate=gate, settings=settings)
+        except BaseException:
+            engine.close()
+            raise
         return receiver.start() if start else receiver
 
     # --- what users see ---------------------------------------------------------------------------------------------
@@ -302,11 +319,7 @@ class Receiver:
         if thread is not None:
             self._news.set()
             thread.join(_CLOSE_S)
-        self._mailroom.close()
-        self._presence.close()
-        self._application.close()
-        self._feeds.close()
-        self.observers.close()
+        self._closing.close()
         if thread is not None and thread.is_alive():
             raise DeadlineError(f"receiver {self.name}: its engine is still in a call after {_CLOSE_S:.0f} s")
         self._engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -65,26 +66,26 @@ class RelayService:
         share = open_node_share(self.settings.shared_directory, self._store.url, ids, makes=True)
         if share is None:
             raise RejectedError(f"relay: the shared directory {self.settings.shared_directory!r} cannot be used; see the log")
-        self._share = share
         self.node = share.node
         self.name = f"relay-{share.node}"
         """One name per node and run, so that a relay that is started again goes on where it was."""
-        context = relay_context(self._store.url, self.name, key=key, tls=self.settings, clock=self._clock, ids=ids)
-        if not key and context.server_tls is None and not host.startswith(_LOOPBACK):
-            _LOG.warning("relay on %s: neither a key nor TLS, so whoever reaches this address can use it", listen)
-        self._lock = share.lock_relay()
-        self._relay = RelayNode(context, share.relay, host=host, port=port, max_nbytes=self.settings.max_nbytes)
+        self._stack = ExitStack()
+        self._stack.callback(share.close)
         try:
+            context = relay_context(self._store.url, self.name, key=key, tls=self.settings, clock=self._clock, ids=ids)
+            if not key and context.server_tls is None and not host.startswith(_LOOPBACK):
+                _LOG.warning("relay on %s: neither a key nor TLS, so whoever reaches this address can use it", listen)
+            self._stack.callback(share.lock_relay().close)
+            self._relay = RelayNode(context, share.relay, host=host, port=port, max_nbytes=self.settings.max_nbytes)
+            self._stack.callback(self._relay.close)
             self.peer = self._advertised(self._relay.start(), advertise)
             self._beacon = Beacon(self._store, keys.relay(self.name), nonce=ids.nonce(), info=self._notice())
+            # One try: the next look comes soon, and signs of life wait for this one.
+            self._control = control_plane(self._store, self._clock, ids, ControlSettings(max_tries=1))
             self._beacon.beat()
         except BaseException:
-            self._relay.close()
-            self._lock.close()
-            share.close()
+            self._stack.close()
             raise
-        # One try: the next look comes soon, and signs of life wait for this one.
-        self._control = control_plane(self._store, self._clock, ids, ControlSettings(max_tries=1))
         self._seen: frozenset[AttemptId] = frozenset()
         """Attempts of which something lay here at the last look."""
         self._closing = threading.Event()
@@ -111,9 +112,7 @@ class RelayService:
             self._beacon.remove()
         except RefitError as error:
             _LOG.info("the relay's beacon stays for now: %s", error)
-        self._relay.close()
-        self._lock.close()
-        self._share.close()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self

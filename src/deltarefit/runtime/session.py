@@ -228,9 +228,12 @@ class RunHold:
 
     def release(self) -> None:
         """Give the run back. The next coordinator need not wait for the lease."""
-        state = self.control.read()
-        is_mine = state is not None and (state.epoch, state.coordinator) == (self.epoch, self.holder)
-        self._heartbeat.close(say_goodbye=is_mine)
+        is_mine = False
+        try:
+            state = self.control.read()
+            is_mine = state is not None and (state.epoch, state.coordinator) == (self.epoch, self.holder)
+        finally:  # a thread that beats on would hold the run for nobody
+            self._heartbeat.close(say_goodbye=is_mine)
         self.control.release(self.epoch, self.holder)
 
 
