@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,28 +39,28 @@ class Encoding(IntEnum):
 class LocationForm(IntEnum):
     """How an item says which elements it changes."""
 
-    RUN = 0
+    width: int
+    """Bytes of one location word, each with a plane of its own; 0 for RUN, which has none."""
+    escape: int
+    """The byte that adds itself to a gap and goes on; 0 for forms that have none."""
+
+    def __new__(cls, code: int, width: int = 0, escape: int = 0) -> Self:
+        form = int.__new__(cls, code)
+        form._value_, form.width, form.escape = code, width, escape
+        return form
+
+    RUN = 0, 0, 0
     """``count`` consecutive elements from ``start``; no location bytes. A dense item is a run over the whole tensor."""
-    GAPS = 1
+    GAPS = 1, 1, 255
     """One byte a gap; 255 means 'add 255 and go on'. A gap counts the unchanged elements since the one before."""
-    WIDE2 = 2
+    WIDE2 = 2, 2, 0
     """Gaps as two-byte words, split into byte planes, low first."""
-    SHORT_GAPS = 3
+    SHORT_GAPS = 3, 1, 85
     """One byte a gap; 85 means 'add 85 and go on', and no byte is above it. Short gaps compress better than as GAPS."""
-    WIDE4 = 4
+    WIDE4 = 4, 4, 0
     """Gaps as four-byte words, split into byte planes, low first."""
-    WIDE8 = 8
+    WIDE8 = 8, 8, 0
     """Gaps as eight-byte words, split into byte planes, low first."""
-
-    @property
-    def width(self) -> int:
-        """Bytes of one location word, each with a plane of its own; 0 for RUN, which has none."""
-        return 1 if self is LocationForm.SHORT_GAPS else int(self)
-
-    @property
-    def escape(self) -> int:
-        """The byte that adds itself to a gap and goes on; 0 for forms that have none."""
-        return {LocationForm.GAPS: 255, LocationForm.SHORT_GAPS: 85}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,7 +91,7 @@ def test_codes_in_item_columns_are_the_enums():
     assert meaning["encoding"] == ", ".join(f"{int(code)} {code.name}" for code in Encoding)
     assert meaning["location_form"] == ", ".join(f"{int(code)} {code.name}" for code in LocationForm)
     forms = [(name, int(code), int(nbytes)) for name, code, nbytes, _ in _table("form", "code", "bytes", "meaning")]
-    assert forms == [(form.name, int(form), layout.LOCATION_NBYTES.get(form, 0)) for form in LocationForm]
+    assert forms == [(form.name, int(form), form.width) for form in LocationForm]
     texts = {name: text for name, _, _, text in _table("form", "code", "bytes", "meaning")}
     for form in (form for form in LocationForm if form.escape):
         assert texts[form.name].startswith(f"a byte below {form.escape} ends a gap; {form.escape} adds {form.escape} to it")

@@ -49,6 +49,10 @@ def random_items(spec, encoding, dtype, rng):
     ]
 
 
+def prepared(work):
+    return PreparedApply([pieces for pieces, _ in work], [item for _, item in work])
+
+
 def random_work(words, encoding, isa=None):
     rng = np.random.default_rng(5)
     dtype = words.dtype.str
@@ -62,7 +66,7 @@ def test_threads_write_what_one_thread_writes(dtype, encoding, isa):
     start = np.random.default_rng(1).integers(0, 256, SIZE).astype(dtype)
     together, alone = start.copy(), start.copy()
     work = random_work(together, encoding, isa)
-    assert PreparedApply(work).run(num_threads=3) == sum(item.count for _, item in work)
+    assert prepared(work).run(num_threads=3) == sum(item.count for _, item in work)
     for pieces, item in random_work(alone, encoding, Isa.NUMPY):
         pieces.apply_item(item)
     assert np.array_equal(together, alone)
@@ -86,7 +90,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
     work = random_work(words, Encoding.OVERWRITE)
     work[-1] = (work[-1][0], work[0][1])  # of another tensor
     with pytest.raises(PayloadInvalidError, match="these pieces are bound to t8"):
-        PreparedApply(work).run(num_threads=3)
+        prepared(work).run(num_threads=3)
     assert not words.any()
 
 
@@ -97,7 +101,7 @@ def test_locations_that_leave_their_tensor_write_nothing_of_it_and_no_thread_goe
     planes = tuple(np.full_like(plane, 200) for plane in item.location_planes)
     work[4] = (pieces, type(item)(**{name: getattr(item, name) for name in item.__slots__} | {"location_planes": planes}))
     with pytest.raises(PayloadInvalidError, match="t2"):
-        PreparedApply(work).run(num_threads=3)
+        prepared(work).run(num_threads=3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltarefit-share")]
     alone = np.zeros(SIZE, "<u2")
     for number, (bound, one) in enumerate(random_work(alone, Encoding.OVERWRITE)):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deltarefit import kernels, payload
+from deltarefit.canonical import Catalog
 from deltarefit.testing import bench_kernels
 
 
@@ -25,7 +26,9 @@ def test_what_is_timed_turns_the_old_shard_into_the_new_one(change_rate):
     found = np.count_nonzero(shard.before != shard.after) / shard.before.size
     assert found == pytest.approx(change_rate, rel=0.03)
     resident = shard.before.copy()
-    data = bench_kernels._owner(shard.tensors())
+    tensors = shard.tensors()
+    data = bench_kernels._owner(tensors)
     assert len(payload.decode(data).items) == 2
-    bench_kernels._receiver(bench_kernels._bind(resident, shard, None), data)
+    catalog = Catalog(tensor.spec for tensor in tensors)
+    bench_kernels._receiver(bench_kernels._bind(resident, shard, None), data, catalog)
     assert np.array_equal(resident, shard.after)

@@ -62,6 +62,8 @@ for width in (1, 2, 4, 8):
                     result = kernels.scan(
                         shard.spec, storage, baseline, shard.pieces, Encoding.DIFFERENCE, everything=everything, isa=isa
                     )
+                job = kernels.ScanJob(shard.spec, storage, baseline, kernels.PieceTable(shard.pieces), Encoding.DIFFERENCE)
+                (alone,) = kernels.scan_many([job], isa=isa)
                 if result.item is not None:
                     item = result.item
                     planes = [fenced(p, at_end) for p in (*item.location_planes, *item.value_planes)]

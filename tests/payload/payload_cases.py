@@ -18,7 +18,6 @@ from deltarefit.payload.layout import (
     HEADER,
     HEADER_FIELDS,
     ITEM_COLUMNS,
-    LOCATION_NBYTES,
     PLANE,
 )
 from deltarefit.records import CodedItem, Encoding, LocationForm
@@ -64,7 +63,7 @@ def item(spec, positions, words, encoding=Encoding.OVERWRITE, form=LocationForm.
         coded = b"".join(bytes([escape]) * (gap // escape) + bytes([gap % escape]) for gap in gaps.tolist())
         locations = (np.frombuffer(coded, np.uint8),)
     else:
-        width = LOCATION_NBYTES[form]
+        width = form.width
         assert width == 8 or gaps.max() < 2 ** (8 * width)
         locations = planes_of(gaps.astype(f"<u{width}"), width)
     return CodedItem(spec, encoding, form, start, positions.size, locations, values)

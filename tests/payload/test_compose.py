@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
-from deltarefit.kernels import apply_item, code_records
+from deltarefit.kernels import apply_item, code_records, decode_positions
 from deltarefit.payload.compose import Changes
 from deltarefit.payload.locations import check_disjoint
 from deltarefit.pieces import contiguous
@@ -113,7 +113,8 @@ def test_dense_items_leave_other_words_alone():
                     expected[position] = (before + value) % 256 if relative is Encoding.DIFFERENCE else before ^ value
                 expected[list(overwritten)] = 3
                 items = changes.coded(TensorSpec("0", "U8", (100,)))
-                check_disjoint(items, where="test")
+                last = [int(decode_positions(item)[-1]) for item in items]
+                check_disjoint([item.spec for item in items], items, last, where="test")
                 for item in items:
                     apply_item(words, (contiguous(0, 100),), item)
                 np.testing.assert_array_equal(words, expected)

@@ -16,20 +16,26 @@ from deltarefit.kernels.api import (
     gather,
     plane_totals,
     scan,
+    scan_many,
 )
 from deltarefit.kernels.batch import BoundDigest, PreparedApply, PreparedDigests, commit_many, digest_many
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.coding import code_records, decode_positions, decode_values
+from deltarefit.kernels.coding import code_records, decode_positions, decode_values, has_fitting_columns
 from deltarefit.kernels.isa import Isa
+from deltarefit.kernels.item_table import ItemRows, ItemTable
+from deltarefit.kernels.scan_batch import ScanJob
 from deltarefit.kernels.table import PieceTable
 
 __all__ = [
     "BoundDigest",
     "BoundPieces",
     "Isa",
+    "ItemRows",
+    "ItemTable",
     "PieceTable",
     "PreparedApply",
     "PreparedDigests",
+    "ScanJob",
     "apply",
     "apply_item",
     "available_isas",
@@ -42,6 +48,8 @@ __all__ = [
     "digest_many",
     "digest_records",
     "gather",
+    "has_fitting_columns",
     "plane_totals",
     "scan",
+    "scan_many",
 ]

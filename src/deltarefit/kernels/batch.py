@@ -20,8 +20,10 @@ from deltarefit.kernels import twins
 from deltarefit.kernels.bound import BoundPieces
 from deltarefit.kernels.checks import check_words, check_writeable
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, CopyCall, DigestCall, address, library, resolve
+from deltarefit.kernels.item_table import ItemTable
+from deltarefit.kernels.library import APPLY_CALL, CopyCall, DigestCall, address, library, resolve
 from deltarefit.kernels.nans import NAN_RULES
+from deltarefit.kernels.native import ApplyTarget, fill_item
 from deltarefit.kernels.table import PieceTable
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
@@ -73,7 +75,6 @@ class PreparedDigests:
     __slots__ = ("_bound", "_calls", "_isa", "_panel_nbytes", "_weights")
 
     def __init__(self, bound: Sequence[BoundDigest]) -> None:
-        """In any number."""
         self._bound = tuple(bound)
         self._isa = _common_isa(one._isa for one in bound)
         num_calls = 0 if self._isa is Isa.NUMPY else len(bound)
@@ -157,21 +158,37 @@ class PreparedApply:
     overwrite it with the same bits, as items of tied weights do.
     """
 
-    __slots__ = ("_calls", "_isa", "_kept", "_work")
+    __slots__ = ("_bound", "_calls", "_counts", "_isa", "_items", "_kept")
 
-    def __init__(self, work: Sequence[tuple[BoundPieces, CodedItem]]) -> None:
-        """Pieces, and an item of the tensor that they are bound to.
+    def __init__(self, bound: Sequence[BoundPieces], items: Sequence[CodedItem]) -> None:
+        """Item after item goes through the pieces in the same place, which are bound to its tensor. Tables are quickest.
 
         Raises:
             PayloadInvalidError: an item is of another tensor, or its columns are not what they must be.
+            RejectedError: there are more or fewer pieces than items.
         """
-        for bound, item in work:
-            bound.check(item)
-        self._work = tuple(work)
-        self._isa = _common_isa(bound.isa for bound, _ in work)
-        num_calls = 0 if self._isa is Isa.NUMPY else len(work)
-        self._calls = (ApplyCall * num_calls)()
-        self._kept = [bound.fill(call, item) for call, (bound, item) in zip(self._calls, work, strict=False)]
+        if len(bound) != len(items):
+            raise RejectedError(f"apply: expected pieces for each of {len(items)} items, got {len(bound)}")
+        self._bound, self._items = tuple(bound), items
+        self._isa = _common_isa(one.isa for one in bound)
+        num_calls = 0 if self._isa is Isa.NUMPY else len(bound)
+        self._calls = np.zeros(num_calls, APPLY_CALL)
+        if isinstance(items, ItemTable):
+            self._kept: object = items
+            self._counts = items.rows.counts.tolist()
+            for one, spec in zip(bound, items.rows.specs, strict=True):
+                one.check_spec(spec)
+            if num_calls:
+                items.fill_calls(self._calls)
+        else:
+            self._counts = [item.count for item in items]
+            for one, item in zip(bound, items, strict=True):
+                one.check(item)
+            self._kept = [fill_item(call, item) for call, item in zip(self._calls, items, strict=False)]
+        if num_calls:
+            targets = np.array([one.target for one in bound], np.int64)
+            for number, name in enumerate(ApplyTarget._fields):
+                self._calls[name] = targets[:, number]
 
     def run(self, *, num_threads: int = 0) -> int:
         """Apply everything, once per attempt unless it overwrites; returns the storage elements changed.
@@ -184,17 +201,18 @@ class PreparedApply:
                 have been applied. None is being applied any more.
         """
         if self._isa is Isa.NUMPY:
-            return sum(bound.apply_item(item) for bound, item in self._work)
-        changed = np.zeros(len(self._work), np.int64)
+            return sum(one.apply_item(item) for one, item in zip(self._bound, self._items, strict=True))
+        changed = np.zeros(len(self._bound), np.int64)
 
         def apply(first: int, last: int) -> None:
-            start = ctypes.byref(self._calls, first * ctypes.sizeof(ApplyCall))
-            library().deltarefit_apply_many(start, last - first, address(changed[first:]), self._isa)
+            if first < last:
+                calls, results = self._calls[first:last], changed[first:last]
+                library().deltarefit_apply_many(address(calls), last - first, address(results), self._isa)
 
-        _in_shares([item.count for _, item in self._work], apply, _CHANGES, num_threads)
+        _in_shares(self._counts, apply, _CHANGES, num_threads)
         for place in np.flatnonzero(changed < 0).tolist():
-            bound, item = self._work[place]
-            changed[place] = bound.apply_item(item)  # has the words for what the compiled decoder refused
+            # Has the words for what the compiled decoder refused.
+            changed[place] = self._bound[place].apply_item(self._items[place])
         return int(changed.sum())
 
 

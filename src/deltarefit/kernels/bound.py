@@ -14,7 +14,7 @@ from deltarefit.kernels import native, twins
 from deltarefit.kernels.checks import check_pieces, check_target, common_cast
 from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, address, resolve
+from deltarefit.kernels.library import address, resolve
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
@@ -44,6 +44,11 @@ class BoundPieces:
     def isa(self) -> Isa:
         return self._isa
 
+    @property
+    def target(self) -> native.ApplyTarget:
+        """Valid as long as these pieces are."""
+        return self._target
+
     def apply_item(self, item: CodedItem) -> int:
         """Decode an item and apply it; returns the storage elements changed. Once per attempt, unless it overwrites.
 
@@ -52,10 +57,7 @@ class BoundPieces:
         """
         self.check(item)
         if self._isa is not Isa.NUMPY:
-            call = ApplyCall()
-            kept = self.fill(call, item)
-            applied = native.apply_call(call, self._isa)
-            del kept  # what the call points to
+            applied = native.apply_item(self._target, item, self._isa)
             if applied >= 0:
                 return applied
         # The twin, which also has the words for what the compiled decoder refused.
@@ -63,10 +65,10 @@ class BoundPieces:
 
     def check(self, item: CodedItem) -> None:
         """Raise what ``apply_item`` would raise before it looks at the locations."""
-        if item.spec is not self._spec and item.spec != self._spec:
-            raise PayloadInvalidError(f"item of {item.spec}: these pieces are bound to {self._spec}")
+        self.check_spec(item.spec)
         check_columns(item)
 
-    def fill(self, call: ApplyCall, item: CodedItem) -> object:
-        """Write what the kernel needs into ``call``; the result must outlive it."""
-        return native.fill_apply(call, self._target, item)
+    def check_spec(self, spec: TensorSpec) -> None:
+        """Raises PayloadInvalidError: these pieces are of another tensor."""
+        if spec is not self._spec and spec != self._spec:
+            raise PayloadInvalidError(f"item of {spec}: these pieces are bound to {self._spec}")

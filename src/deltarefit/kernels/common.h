@@ -277,9 +277,9 @@ struct StretchReader {
   }
 };
 
-// --- calls (mirrored by ctypes structures in native.py; sizes are compared at load time) ------------------------------------
+// --- calls (mirrored by ctypes structures in library.py; sizes are compared at load time) ------------------------------------
 
-enum ScanStatus : i64 { SCAN_DONE = 0, SCAN_FULL = 1, SCAN_WIDEN_GAPS = 2 };
+enum ScanStatus : i64 { SCAN_DONE = 0, SCAN_FULL = 1, SCAN_WIDEN_GAPS = 2, SCAN_UNSETTLED = 3 };
 
 struct ScanCall {
   const u8* candidate;
@@ -294,6 +294,7 @@ struct ScanCall {
   i64 encoding;
   i64 form;               // of the emitted locations: RUN (none are emitted), GAPS or a wide form
   i64 everything;         // emit unchanged elements too
+  i64 may_be_dense;       // the shard can be sent whole, without locations
   i64 location_capacity;  // bytes in each location plane
   i64 value_capacity;     // bytes in each value plane
   // progress, kept from call to call
@@ -308,6 +309,23 @@ struct ScanCall {
   i64 pending_count;      // on SCAN_FULL: elements of the chunk that did not fit
   i64 pending_nbytes;     // and the bytes of each location plane that they need
   u64 lane0, lane1;       // digest change
+};
+
+// Shards of one width that are scanned one after the other; what they emit lies one behind another in common planes.
+struct ScanCalls {
+  ScanCall* calls;        // each with a form of GAPS at first
+  u8* locations;
+  u8* values[8];
+  i64 num_calls;
+  i64 location_capacity;  // bytes of the plane of locations
+  i64 value_capacity;     // bytes of each value plane
+  i64 short_count;        // when GAPS become SHORT_GAPS: at least so many elements,
+  i64 short_mean;         // gaps that are shorter on average,
+  i64 short_escapes;      // and at least so many elements for each escape
+  // progress
+  i64 next;               // the call that runs, or is for the caller to settle
+  i64 location_nbytes;    // used, by the calls before it
+  i64 count;              // bytes of each value plane used by them
 };
 
 struct PlaneTotals {

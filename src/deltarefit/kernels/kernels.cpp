@@ -1,6 +1,7 @@
 // The compiled half of deltarefit.kernels: hot loops over stored bits, loaded with ctypes (so the interpreter lock is free).
 //
 //   scan.inc    compare a shard with its baseline (detect.inc), emit locations and value planes of what differs (emit.inc)
+//   scan_many.inc  many shards, into common output memory
 //   apply.inc   decode an item and change storage through pieces
 //   shorten.inc make gap bytes of one escape those of another
 //   digest.inc  the position-keyed digest over pieces
@@ -32,6 +33,7 @@ namespace portable {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "scan_many.inc"
 #include "copy.inc"
 }  // namespace portable
 }  // namespace deltarefit
@@ -48,6 +50,7 @@ namespace avx2 {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "scan_many.inc"
 #include "copy.inc"
 }  // namespace avx2
 }  // namespace deltarefit
@@ -62,6 +65,7 @@ namespace avx512 {
 #include "scan.inc"
 #include "apply.inc"
 #include "shorten.inc"
+#include "scan_many.inc"
 #include "copy.inc"
 }  // namespace avx512
 }  // namespace deltarefit
@@ -97,11 +101,12 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; library.py refuses a library of another number.
-API i64 deltarefit_abi() { return 10; }
+API i64 deltarefit_abi() { return 11; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
-  const i64 sizes[] = {sizeof(ScanCall), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall)};
-  return which >= 0 && which < 4 ? sizes[which] : -1;
+  const i64 sizes[] = {sizeof(ScanCall), sizeof(ScanCalls), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall),
+                       sizeof(PlaneTotals)};
+  return which >= 0 && which < i64(sizeof sizes / sizeof *sizes) ? sizes[which] : -1;
 }
 
 // The best instruction set here: 1 portable, 2 AVX2, 3 AVX-512.
@@ -140,6 +145,16 @@ API i64 deltarefit_scan(ScanCall* call, i64 isa) {
   return portable::scan(*call);
 }
 
+// Goes on until all calls are done (0), or `next` needs the caller (another ScanStatus).
+API i64 deltarefit_scan_many(ScanCalls* batch, i64 isa) {
+#ifdef DELTAREFIT_X86
+  if (isa == 3) return avx512::scan_many(*batch);
+  if (isa == 2) return avx2::scan_many(*batch);
+#endif
+  (void)isa;
+  return portable::scan_many(*batch);
+}
+
 API u64 deltarefit_read_both(const u8* x, const u8* y, i64 nbytes, i64 isa) {
 #ifdef DELTAREFIT_X86
   if (isa == 3) return avx512::read_both(x, y, nbytes);
@@ -157,6 +172,12 @@ API void deltarefit_plane_totals(const u8* plane, i64 n, i64 escape, i64 isa, Pl
 #endif
   (void)isa;
   *totals = portable::plane_totals(plane, n, u8(escape));
+}
+
+// The same of n parts of a plane: part i has nbytes[i] bytes from start[i] on.
+API void deltarefit_totals_of_parts(const u8* plane, const i64* start, const i64* nbytes, i64 n, i64 escape, i64 isa,
+                                    PlaneTotals* totals) {
+  for (i64 i = 0; i < n; i++) deltarefit_plane_totals(plane + start[i], nbytes[i], escape, isa, totals + i);
 }
 
 // Bytes that n bytes of GAPS take as SHORT_GAPS.

@@ -12,14 +12,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from deltarefit.errors import RejectedError
 from deltarefit.kernels.isa import Isa
 
-__all__ = ["ApplyCall", "CopyCall", "DigestCall", "ScanCall", "address", "available_isas", "best_isa", "library", "resolve"]
+__all__ = [
+    "APPLY_CALL",
+    "ApplyCall",
+    "CopyCall",
+    "DigestCall",
+    "ScanCall",
+    "address",
+    "available_isas",
+    "best_isa",
+    "library",
+    "resolve",
+]
 
-_ABI = 10
+_ABI = 11
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -43,6 +55,7 @@ class ScanCall(Structure):
         ("encoding", c_int64),
         ("form", c_int64),
         ("everything", c_int64),
+        ("may_be_dense", c_int64),
         ("location_capacity", c_int64),
         ("value_capacity", c_int64),
         ("scanned", c_int64),
@@ -57,6 +70,29 @@ class ScanCall(Structure):
         ("pending_nbytes", c_int64),
         ("lane0", c_uint64),
         ("lane1", c_uint64),
+    )
+
+
+SCAN_CALL = np.dtype(ScanCall)
+"""The same for numpy: many calls are filled column by column."""
+
+
+class ScanCalls(Structure):
+    """``struct ScanCalls`` of common.h."""
+
+    _fields_ = (
+        ("calls", c_void_p),
+        ("locations", c_void_p),
+        ("values", _Planes),
+        ("num_calls", c_int64),
+        ("location_capacity", c_int64),
+        ("value_capacity", c_int64),
+        ("short_count", c_int64),
+        ("short_mean", c_int64),
+        ("short_escapes", c_int64),
+        ("next", c_int64),
+        ("location_nbytes", c_int64),
+        ("count", c_int64),
     )
 
 
@@ -80,6 +116,9 @@ class ApplyCall(Structure):
         ("location_nbytes", c_int64),
         ("num_elements", c_int64),
     )
+
+
+APPLY_CALL = np.dtype(ApplyCall)
 
 
 class DigestCall(Structure):
@@ -113,6 +152,16 @@ class CopyCall(Structure):
     )
 
 
+class PlaneTotals(Structure):
+    """``struct PlaneTotals`` of common.h."""
+
+    _fields_ = (("sum", c_int64), ("escapes", c_int64), ("highest", c_int64))
+
+
+PLANE_TOTALS = np.dtype(PlaneTotals)
+_STRUCTURES = (ScanCall, ScanCalls, ApplyCall, DigestCall, CopyCall, PlaneTotals)
+
+
 def _load(path: Path) -> ctypes.CDLL | None:
     """The library at ``path``, or None with the reason logged."""
     try:
@@ -120,8 +169,8 @@ def _load(path: Path) -> ctypes.CDLL | None:
         loaded.deltarefit_abi.restype = c_int64
         loaded.deltarefit_call_nbytes.restype = c_int64
         loaded.deltarefit_call_nbytes.argtypes = (c_int64,)
-        sizes = tuple(loaded.deltarefit_call_nbytes(which) for which in range(4))
-        expected = tuple(ctypes.sizeof(call) for call in (ScanCall, ApplyCall, DigestCall, CopyCall))
+        sizes = tuple(loaded.deltarefit_call_nbytes(which) for which in range(len(_STRUCTURES)))
+        expected = tuple(ctypes.sizeof(structure) for structure in _STRUCTURES)
         if loaded.deltarefit_abi() != _ABI or sizes != expected:
             reason = f"it was built from other sources (ABI {loaded.deltarefit_abi()}, structures {sizes})"
         else:
@@ -142,11 +191,13 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("best_isa", c_int64, ()),
         ("scan_scratch_nbytes", c_int64, (c_int64, c_int64, c_int64)),
         ("scan", c_int64, (POINTER(ScanCall), c_int64)),
+        ("scan_many", c_int64, (POINTER(ScanCalls), c_int64)),
         ("apply", c_int64, (POINTER(ApplyCall), c_int64)),
         ("apply_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("copy_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("digest_many", None, (c_void_p, c_int64, c_void_p, c_int64)),
         ("plane_totals", None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+        ("totals_of_parts", None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
         ("shortened_nbytes", c_int64, (c_void_p, c_int64, c_int64)),
         ("shorten_gaps", None, (c_void_p, c_int64, c_int64, c_int64)),
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),

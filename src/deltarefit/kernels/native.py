@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +17,25 @@ from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import widened_text
 from deltarefit.kernels.coding import PlaneTotals
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import ApplyCall, DigestCall, address, library
+from deltarefit.kernels.library import APPLY_CALL, PLANE_TOTALS, ApplyCall, DigestCall, address, library
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem, Encoding, Plane
 
 __all__ = [
-    "apply_call",
+    "ApplyTarget",
+    "apply_item",
     "apply_positions",
     "copy_pieces",
     "digest",
     "digest_elements",
+    "fill_item",
     "is_strided",
     "make_piece_table",
     "piece_table",
     "plane_totals",
     "read_both",
     "shorten_gaps",
+    "totals_of_parts",
 ]
 
 Table = NDArray[np.int64]
@@ -129,25 +132,27 @@ def apply_positions(
 
 
 class ApplyTarget(NamedTuple):
-    """Where items of one tensor go; whoever made it keeps the memory."""
+    """Where items of one tensor go, by the names of ``ApplyCall``; whoever made it keeps the memory."""
 
     storage: int
     """Address."""
     table: int
     """Address."""
-    num_pieces: int
-    widens: bool
+    pieces: int
+    """How many."""
+    widen: bool
 
 
-def fill_apply(call: ApplyCall, target: ApplyTarget, item: CodedItem) -> object:
-    """Have ``call`` apply an item, for which ``coding.check_columns`` holds. What is returned must outlive the call."""
-    call.storage, call.table, call.pieces, call.widen = target
-    call.width, call.encoding = item.spec.element_nbytes, item.encoding
-    call.form, call.start, call.count = item.location_form, item.start, item.count
-    call.location_nbytes = item.location_planes[0].size if item.location_planes else 0
-    call.num_elements = item.spec.num_elements
+def fill_item(call: Any, item: CodedItem) -> object:
+    """Have ``call``, a row of ``APPLY_CALL``, apply an item, for which ``coding.check_columns`` holds.
+
+    What is returned must outlive the call.
+    """
+    call["width"], call["encoding"], call["form"] = item.spec.element_nbytes, item.encoding, item.location_form
+    call["start"], call["count"], call["num_elements"] = item.start, item.count, item.spec.num_elements
+    call["location_nbytes"] = item.location_planes[0].size if item.location_planes else 0
     kept = []
-    for slots, planes in ((call.locations, item.location_planes), (call.values, item.value_planes)):
+    for slots, planes in ((call["locations"], item.location_planes), (call["values"], item.value_planes)):
         for number, plane in enumerate(planes):
             whole = plane if plane.flags.c_contiguous else plane.copy()
             kept.append(whole)
@@ -155,16 +160,33 @@ def fill_apply(call: ApplyCall, target: ApplyTarget, item: CodedItem) -> object:
     return kept
 
 
-def apply_call(call: ApplyCall, isa: Isa) -> int:
+def apply_item(target: ApplyTarget, item: CodedItem, isa: Isa) -> int:
     """Elements changed, or a negative number if the locations are not valid, in which case nothing was written."""
-    return int(library().deltarefit_apply(ctypes.byref(call), isa))
+    calls = np.zeros(1, APPLY_CALL)
+    kept = fill_item(calls[0], item)
+    calls["storage"], calls["table"], calls["pieces"], calls["widen"] = target
+    changed = np.zeros(1, np.int64)
+    library().deltarefit_apply_many(address(calls), 1, address(changed), isa)
+    del kept  # what the call points to
+    return int(changed[0])
 
 
 def plane_totals(plane: Plane, escape: int, isa: Isa) -> PlaneTotals:
     whole = np.ascontiguousarray(plane)
-    totals = (ctypes.c_int64 * 3)()
-    library().deltarefit_plane_totals(address(whole), whole.size, escape, isa, totals)
-    return PlaneTotals(*totals)
+    totals = np.empty(1, PLANE_TOTALS)
+    library().deltarefit_plane_totals(address(whole), whole.size, escape, isa, address(totals))
+    return PlaneTotals(*totals[0].tolist())
+
+
+def totals_of_parts(
+    plane: Plane, starts: NDArray[np.int64], nbytes: NDArray[np.int64], escape: int, isa: Isa
+) -> NDArray[np.void]:
+    """``plane_totals`` of each part of a contiguous plane."""
+    totals = np.empty(starts.size, PLANE_TOTALS)
+    library().deltarefit_totals_of_parts(
+        address(plane), address(starts), address(nbytes), starts.size, escape, isa, address(totals)
+    )
+    return totals
 
 
 def shorten_gaps(plane: Plane, nbytes: int, isa: Isa) -> Plane:

@@ -8,8 +8,10 @@ stopped. Output memory grows by what the density so far predicts, so little more
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.kernels.coding import (
@@ -25,15 +27,19 @@ from deltarefit.kernels.native import shorten_gaps
 from deltarefit.kernels.table import PieceTable
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
 
-__all__ = ["scan"]
+__all__ = ["FIRST_CAPACITY", "FULL", "SPARE", "UNSETTLED", "WIDEN_GAPS", "scan"]
 
-_FULL, _WIDEN_GAPS = 1, 2
-_FIRST_CAPACITY = 64 * 1024
+FULL, WIDEN_GAPS, UNSETTLED = 1, 2, 3
+FIRST_CAPACITY = 64 * 1024
 """Elements that the first output memory holds; a shard of no more elements never needs a second."""
 _MANY = 2**62
 """More escapes than any shard has: rules the GAPS form out."""
-_SPARE = 1.03
+SPARE = 1.03
 """Factor on the predicted number of changed elements."""
+_PROGRESS = (
+    *("scanned", "count", "location_nbytes", "first", "last", "escapes", "max_gap"),
+    *("pending_gap", "pending_count", "pending_nbytes", "lane0", "lane1"),
+)
 
 
 class _Scan:
@@ -56,7 +62,7 @@ class _Scan:
         self._keep = (candidate, baseline, table)
         scratch_nbytes = library().deltarefit_scan_scratch_nbytes(spec.element_nbytes, self._total, table.is_strided)
         self._scratch = np.empty(scratch_nbytes, np.uint8)
-        capacity = self._total if everything else min(self._total, _FIRST_CAPACITY)
+        capacity = self._total if everything else min(self._total, FIRST_CAPACITY)
         self._values = [np.empty(capacity, np.uint8) for _ in range(spec.element_nbytes)]
         self._locations = [np.empty(capacity, np.uint8)] if form is not LocationForm.RUN else []
         self._call = ScanCall(
@@ -80,10 +86,18 @@ class _Scan:
         call = self._call
         return GapTotals(call.count, call.escapes, call.max_gap, reach=call.last + 1 - call.first - call.count)
 
+    def go_on_from(self, call: NDArray[np.void], locations: Plane, values: Sequence[Plane]) -> None:
+        """Take over what another call of this shard, in form GAPS, has found so far: a row of ``SCAN_CALL`` and its planes."""
+        for name in _PROGRESS:
+            setattr(self._call, name, int(call[name]))
+        room = max(self._values[0].size, self._call.count)
+        self._values = [_grown(plane.copy(), plane.size, room) for plane in values]
+        self._locations = [_grown(locations.copy(), locations.size, max(room, locations.size))]
+
     def finish(self, *, stop_when_dense: bool) -> bool:
         """Scan to the end. False if it was given up because the dense form is certain to be smaller."""
         while status := self._run():
-            if status == _WIDEN_GAPS:
+            if status == WIDEN_GAPS:
                 self._widen_gaps()
             elif stop_when_dense and self._is_surely_dense():
                 return False
@@ -142,7 +156,7 @@ class _Scan:
     def _predicted(self, so_far: int, pending: int) -> int:
         """Room for ``so_far`` and ``pending`` more, and for what the density so far predicts for the rest of the shard."""
         done = max(1, self._call.scanned)
-        return so_far + pending + int(so_far * (self._total - self._call.scanned) / done * _SPARE) + pending
+        return so_far + pending + int(so_far * (self._total - self._call.scanned) / done * SPARE) + pending
 
     def _grow(self) -> None:
         call = self._call
@@ -192,11 +206,15 @@ def scan(
     *,
     everything: bool,
     isa: Isa,
+    found: tuple[NDArray[np.void], Plane, Sequence[Plane]] | None = None,
 ) -> ScanResult:
+    """The scan of one shard; ``found``: see ``_Scan.go_on_from``."""
     contiguous = table.is_contiguous
     may_turn_dense = contiguous and not everything
     form = LocationForm.RUN if everything and contiguous else LocationForm.GAPS
     run = _Scan(spec, candidate, baseline, table, encoding, isa, form=form, everything=everything)
+    if found is not None:
+        run.go_on_from(*found)
     if run.finish(stop_when_dense=may_turn_dense):
         change = run.digest_change
         if not (may_turn_dense and run.is_dense_smaller()):

@@ -9,6 +9,7 @@ from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
 from deltarefit.kernels import native, twins
 from deltarefit.kernels.checks import check_group, check_pieces, check_words, common_cast
+from deltarefit.kernels.library import address
 from deltarefit.pieces import Cast, Piece
 
 __all__ = ["PieceTable", "tabulate"]
@@ -17,13 +18,14 @@ __all__ = ["PieceTable", "tabulate"]
 class PieceTable:
     """Pieces made ready once, for storages that come and go: a tensor's pieces are the same in every refit."""
 
-    __slots__ = ("_fits", "_shard", "cast", "is_contiguous", "is_strided", "num_elements", "pieces", "table")
+    __slots__ = ("_fits", "_shard", "address", "cast", "is_contiguous", "is_strided", "num_elements", "pieces", "table")
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(piece.normalised() for piece in pieces if piece.num_elements)
         self.num_elements = sum(piece.num_elements for piece in self.pieces)
         self.cast = common_cast(self.pieces)
         self.table = native.make_piece_table(self.pieces)
+        self.address = address(self.table)
         self.is_strided = native.is_strided(self.pieces)
         self.is_contiguous = bool(self.pieces) and twins.is_contiguous(self.pieces)
         """Whether they cover one run of flat indices, if they are a group."""
@@ -37,18 +39,19 @@ class PieceTable:
             check_pieces(self.pieces, storage, what)
             self._fits = (storage.size, storage.dtype)
 
-    def check_shard(self, storage: Words, spec: TensorSpec, what: str) -> None:
+    def check_shard(self, storage: Words, spec: TensorSpec) -> None:
         """Check words that passed ``check_words``.
 
         Raises:
             RejectedError: these are not pieces of that tensor in that storage, one group of ``merge_pieces``, as stored.
         """
-        if self._shard == (storage.size, storage.dtype, spec):
+        fits = self._shard
+        if fits is not None and fits[0] == storage.size and fits[1] is storage.dtype and fits[2] is spec:
             return
         if self.cast is not Cast.SAME:
-            raise RejectedError(f"{what}: expected pieces that keep the stored bits, got cast {self.cast.name}")
-        check_pieces(self.pieces, storage, what, spec)
-        check_group(self.pieces, what)
+            raise RejectedError(f"expected pieces that keep the stored bits, got cast {self.cast.name}")
+        check_pieces(self.pieces, storage, "pieces", spec)
+        check_group(self.pieces, "pieces")
         self._shard = (storage.size, storage.dtype, spec)
 
 

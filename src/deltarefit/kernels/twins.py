@@ -28,7 +28,7 @@ from deltarefit.kernels.nans import NanRule
 from deltarefit.pieces import Cast, Piece, StridedView, strided
 from deltarefit.records import CodedItem, DeltaRecords, Encoding, LocationForm, Plane, ScanResult
 
-__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan", "shorten_gaps"]
+__all__ = ["apply", "commit", "digest", "gather", "is_contiguous", "plane_totals", "scan", "shorten_gaps", "totals_of_parts"]
 
 _CHUNK_ELEMENTS = 256 * 1024
 """Elements handled at once: the best of the chunk sizes measured."""
@@ -191,6 +191,14 @@ def plane_totals(plane: Plane, escape: int) -> PlaneTotals:
         sum(int(np.count_nonzero(block == escape)) for block in blocks),
         max((int(block.max()) for block in blocks), default=0),
     )
+
+
+def totals_of_parts(
+    plane: Plane, starts: NDArray[np.int64], nbytes: NDArray[np.int64], escape: int, isa: object = None
+) -> NDArray[np.void]:
+    del isa
+    parts = [plane[start : start + size] for start, size in zip(starts.tolist(), nbytes.tolist(), strict=True)]
+    return np.array([tuple(plane_totals(part, escape)) for part in parts], [(name, np.int64) for name in PlaneTotals._fields])
 
 
 def shorten_gaps(plane: Plane) -> Plane:

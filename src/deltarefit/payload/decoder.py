@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltarefit.canonical import Catalog
+from deltarefit.kernels import ItemRows, ItemTable
 from deltarefit.payload.frames import could_hold, open_frame
 from deltarefit.payload.header import PayloadHeader, check_digest, parse_header, refuse
 from deltarefit.payload.layout import (
@@ -20,10 +21,11 @@ from deltarefit.payload.layout import (
     Limits,
     PlaneKey,
     is_plane_key,
-    plane_keys,
+    location_keys,
+    value_keys,
 )
-from deltarefit.payload.locations import check_disjoint, check_locations
-from deltarefit.payload.table import ItemRow, max_table_nbytes, unpack_table
+from deltarefit.payload.locations import check_items
+from deltarefit.payload.table import max_table_nbytes, unpack_table
 from deltarefit.records import CodedItem
 from deltarefit.run_key import check_key
 
@@ -35,7 +37,7 @@ class Payload:
     """A payload whose bytes have all been checked."""
 
     header: PayloadHeader
-    items: tuple[CodedItem, ...]
+    items: Sequence[CodedItem]
     """In the order in which they were given to ``encode``. Their planes are read-only views of memory of their own: the
     bytes that were decoded may go."""
     nbytes: int
@@ -46,6 +48,8 @@ class Payload:
     @property
     def held_nbytes(self) -> int:
         """Bytes of all planes, decompressed."""
+        if isinstance(self.items, ItemTable):
+            return self.items.nbytes
         return sum(plane.nbytes for item in self.items for plane in (*item.location_planes, *item.value_planes))
 
 
@@ -94,10 +98,8 @@ def decode(
     item_rows = unpack_table(table, header, catalog, limits)
     _check_planes(rows, item_rows, where)
     planes = _open_planes(view[frames_at:], rows, where)
-    items = tuple(_split(item_rows, planes))
-    for number, item in enumerate(items):
-        check_locations(item, where=where, what=f"item {number} ({item.spec.name[:200]})")
-    check_disjoint(items, where=where)
+    items = _split(item_rows, planes)
+    check_items(items, where=where)
     return Payload(header, items, view.nbytes, header.digest)
 
 
@@ -149,25 +151,20 @@ def _read_plane_rows(view: memoryview, header: PayloadHeader, limits: Limits) ->
     return rows
 
 
-def _check_planes(rows: Sequence[_PlaneRow], item_rows: Iterable[ItemRow], where: object) -> None:
+def _check_planes(rows: Sequence[_PlaneRow], item_rows: ItemRows, where: object) -> None:
     """The planes must be exactly those that the items need, and as long as the items say; asked before any is opened."""
     expected: dict[PlaneKey, int] = {}
-    for item_row in item_rows:
-        for plane_key, nbytes in _plane_parts(item_row):
-            expected[plane_key] = expected.get(plane_key, 0) + nbytes
+    # Summed as Python ints: nothing wraps.
+    for form, chosen in item_rows.by_form():
+        nbytes = sum(item_rows.location_nbytes[chosen].tolist())
+        expected.update((plane_key, nbytes // form.width) for plane_key in location_keys(form))
+    for (encoding, width), chosen in item_rows.by_value():
+        nbytes = sum(item_rows.counts[chosen].tolist())
+        expected.update((plane_key, nbytes) for plane_key in value_keys(encoding, width))
     stated = {row.key: row.nbytes for row in rows}
     for plane_key in sorted(expected.keys() | stated.keys()):
         if (want := expected.get(plane_key, 0)) != (got := stated.get(plane_key, 0)):
             refuse(where, f"plane {plane_key}: {got} bytes stated, the items need {want}")
-
-
-def _plane_parts(row: ItemRow) -> Iterable[tuple[PlaneKey, int]]:
-    """How many bytes the item has in each of its planes: locations first, then values."""
-    locations, values = plane_keys(row.form, row.encoding, row.spec.element_nbytes)
-    for plane_key in locations:
-        yield plane_key, row.location_nbytes // len(locations)
-    for plane_key in values:
-        yield plane_key, row.count
 
 
 def _open_planes(frames: memoryview, rows: Sequence[_PlaneRow], where: object) -> dict[PlaneKey, NDArray[np.uint8]]:
@@ -180,16 +177,12 @@ def _open_planes(frames: memoryview, rows: Sequence[_PlaneRow], where: object) -
     return planes
 
 
-def _split(item_rows: Iterable[ItemRow], planes: Mapping[PlaneKey, NDArray[np.uint8]]) -> Iterable[CodedItem]:
+def _split(item_rows: ItemRows, planes: Mapping[PlaneKey, NDArray[np.uint8]]) -> ItemTable:
     """Cut every plane at the items' borders; nothing is copied."""
-    positions = dict.fromkeys(planes, 0)
-    for row in item_rows:
-        parts = []
-        for plane_key, nbytes in _plane_parts(row):
-            position = positions[plane_key]
-            parts.append(planes[plane_key][position : position + nbytes])
-            positions[plane_key] = position + nbytes
-        num_locations = len(parts) - row.spec.element_nbytes
-        yield CodedItem(
-            row.spec, row.encoding, row.form, row.start, row.count, tuple(parts[:num_locations]), tuple(parts[num_locations:])
-        )
+    forms = [form for form, _ in item_rows.by_form()]
+    kinds = [kind for kind, _ in item_rows.by_value()]
+    return ItemTable(
+        item_rows,
+        {form: tuple(planes[plane_key] for plane_key in location_keys(form)) for form in forms},
+        {kind: tuple(planes[plane_key] for plane_key in value_keys(*kind)) for kind in kinds},
+    )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from deltarefit.errors import RejectedError
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
+from deltarefit.kernels import has_fitting_columns
 from deltarefit.payload.frames import pack_plane, pack_table_frame
 from deltarefit.payload.header import PayloadHeader, digest_parts, pack_header
 from deltarefit.payload.layout import (
@@ -19,7 +20,8 @@ from deltarefit.payload.layout import (
     PLANE,
     Limits,
     PlaneKey,
-    plane_keys,
+    location_keys,
+    value_keys,
 )
 from deltarefit.payload.table import max_table_nbytes, pack_table
 from deltarefit.records import CodedItem
@@ -97,21 +99,10 @@ def encode(
 
 def _check_columns(number: int, item: CodedItem) -> None:
     """An item that fails here would make a payload that no decoder takes."""
-    locations, values = plane_keys(item.location_form, item.encoding, item.spec.element_nbytes)
-    sizes = [plane.size for plane in item.location_planes]
-    is_right = (
-        1 <= item.count <= item.spec.num_elements
-        and len(sizes) == len(locations)
-        and len(item.value_planes) == len(values)
-        and all(plane.dtype == np.uint8 and plane.ndim == 1 for plane in (*item.location_planes, *item.value_planes))
-        and all(plane.size == item.count for plane in item.value_planes)
-        and (all(size == item.count for size in sizes) or (item.location_form.escape > 0 and sizes[0] >= item.count))
-        and 0 <= item.start <= item.spec.num_elements - item.count
-    )
-    if not is_right:
+    if not has_fitting_columns(item):
         raise RejectedError(
             f"item {number} ({item.spec}): {item.count} elements as {item.encoding.name} at {item.location_form.name} from "
-            f"{item.start}, with location planes of {sizes} bytes and value planes of "
+            f"{item.start}, with location planes of {[plane.size for plane in item.location_planes]} bytes and value planes of "
             f"{[plane.size for plane in item.value_planes]}; expected one value plane a byte of the element, one location "
             f"plane a byte of the gap ({item.location_form.width}), flat uint8, each of {item.count} bytes "
             "(GAPS and SHORT_GAPS: or more), and elements inside the tensor"
@@ -122,8 +113,9 @@ def _collect(items: Sequence[CodedItem]) -> _Parts:
     """What each plane is made of, in item order, by ascending plane key."""
     planes: _Parts = {}
     for item in items:
-        locations, values = plane_keys(item.location_form, item.encoding, item.spec.element_nbytes)
-        for plane_key, plane in zip((*locations, *values), (*item.location_planes, *item.value_planes), strict=True):
+        for plane_key, plane in zip(location_keys(item.location_form), item.location_planes, strict=True):
+            planes.setdefault(plane_key, []).append(plane)
+        for plane_key, plane in zip(value_keys(item.encoding, item.spec.element_nbytes), item.value_planes, strict=True):
             planes.setdefault(plane_key, []).append(plane)
     return dict(sorted(planes.items()))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import NamedTuple
 
+from deltarefit.canonical import WORDS
 from deltarefit.errors import RejectedError
 from deltarefit.records import Encoding, LocationForm
 
@@ -25,7 +27,6 @@ __all__ = [
     "HEADER_FIELDS",
     "ITEM_COLUMNS",
     "ITEM_NBYTES",
-    "LOCATION_NBYTES",
     "MAGIC",
     "MAX_PLANES",
     "MAX_RANK",
@@ -35,7 +36,8 @@ __all__ = [
     "Limits",
     "PlaneKey",
     "is_plane_key",
-    "plane_keys",
+    "location_keys",
+    "value_keys",
 ]
 
 MAGIC = b"\x89DRFP\r\n\x1a"
@@ -102,11 +104,9 @@ DTYPE_CODES: Mapping[str, int] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
-LOCATION_NBYTES: Mapping[LocationForm, int] = {form: form.width for form in LocationForm if form.width}
-"""Width of one gap. A location stream's code is its ``LocationForm``; RUN has no stream."""
 VALUE_STREAM = 16
-"""A value stream's code is this plus its ``Encoding``."""
-MAX_PLANES = sum(LOCATION_NBYTES.values()) + len(Encoding) * (1 + 2 + 4 + 8)
+"""A value stream's code is this plus its ``Encoding``; a location stream's is its ``LocationForm``, and RUN has no stream."""
+MAX_PLANES = sum(form.width for form in LocationForm) + len(Encoding) * (1 + 2 + 4 + 8)
 
 
 class PlaneKey(NamedTuple):
@@ -126,23 +126,22 @@ class PlaneKey(NamedTuple):
 
 
 @cache
-def plane_keys(
-    form: LocationForm, encoding: Encoding, element_nbytes: int
-) -> tuple[tuple[PlaneKey, ...], tuple[PlaneKey, ...]]:
-    """The planes that an item has a part of: those of its locations, then those of its values, low byte first."""
-    location_nbytes = LOCATION_NBYTES.get(form, 0)
-    locations = tuple(PlaneKey(form, location_nbytes, number) for number in range(location_nbytes))
-    values = tuple(PlaneKey(VALUE_STREAM + encoding, element_nbytes, number) for number in range(element_nbytes))
-    return locations, values
+def location_keys(form: LocationForm) -> tuple[PlaneKey, ...]:
+    """The planes that hold the locations of items of this form, low byte first."""
+    return tuple(PlaneKey(form, form.width, number) for number in range(form.width))
+
+
+@cache
+def value_keys(encoding: Encoding, element_nbytes: int) -> tuple[PlaneKey, ...]:
+    """The planes that hold the values of items of this encoding and width, low byte first."""
+    return tuple(PlaneKey(VALUE_STREAM + encoding, element_nbytes, number) for number in range(element_nbytes))
 
 
 _PLANE_KEYS = frozenset(
-    key
-    for form in LocationForm
-    for encoding in Encoding
-    for element_nbytes in (1, 2, 4, 8)
-    for keys in plane_keys(form, encoding, element_nbytes)
-    for key in keys
+    itertools.chain(
+        *(location_keys(form) for form in LocationForm),
+        *(value_keys(encoding, element_nbytes) for encoding in Encoding for element_nbytes in WORDS),
+    )
 )
 
 

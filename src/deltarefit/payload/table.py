@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltarefit.canonical import Catalog, TensorSpec
 from deltarefit.errors import RejectedError
+from deltarefit.kernels import ItemRows
 from deltarefit.payload.header import PayloadHeader, refuse
 from deltarefit.payload.layout import (
     DTYPE_CODES,
@@ -21,14 +23,20 @@ from deltarefit.payload.layout import (
 )
 from deltarefit.records import CodedItem, Encoding, LocationForm
 
-__all__ = ["ItemRow", "max_table_nbytes", "pack_table", "unpack_table"]
+__all__ = ["max_table_nbytes", "pack_table", "unpack_table"]
 
 _ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 _FORMS = {int(form): form for form in LocationForm}
+_ENCODING_CODES, _FORM_CODES = list(_ENCODINGS), list(_FORMS)
+_SURE_COUNT = 2**44
+"""Elements of one item up to which 64 bits hold all sums and products here."""
+
+Columns = dict[str, NDArray[Any]]
+CutT = TypeVar("CutT", bytes, list[int])
 
 
 @dataclass(frozen=True, slots=True)
-class ItemRow:
+class _ItemRow:
     """One item without its bytes; every number checked against the others and against the tensor's shape."""
 
     spec: TensorSpec
@@ -64,7 +72,7 @@ def pack_table(items: Sequence[CodedItem]) -> bytes:
     return b"".join((*columns, dimensions, *names))
 
 
-def unpack_table(table: bytes, header: PayloadHeader, catalog: Catalog | None, limits: Limits) -> list[ItemRow]:
+def unpack_table(table: bytes, header: PayloadHeader, catalog: Catalog | None, limits: Limits) -> ItemRows:
     """Read and check every row.
 
     Raises:
@@ -73,39 +81,103 @@ def unpack_table(table: bytes, header: PayloadHeader, catalog: Catalog | None, l
     """
     where = header.payload_id
     columns, position = _read_columns(table, header.num_items)
-    names_at = position + 8 * sum(columns["rank"])
-    name_nbytes = sum(columns["name_nbytes"])
+    ranks, name_sizes = columns["rank"].tolist(), columns["name_nbytes"].tolist()
+    names_at = position + 8 * sum(ranks)
+    name_nbytes = sum(name_sizes)
     if names_at + name_nbytes != len(table):
         refuse(where, f"item table of {len(table)} bytes: its ranks and names add up to {names_at + name_nbytes}")
     if name_nbytes > limits.name_nbytes:
         refuse(
             where, f"item table: {name_nbytes} bytes of names, at most {limits.name_nbytes} are allowed (Limits.name_nbytes)"
         )
-    if max(columns["rank"]) > MAX_RANK:
-        refuse(where, f"item table: a tensor of rank {max(columns['rank'])}, expected at most {MAX_RANK}")
-    dimensions = np.frombuffer(table, "<u8", sum(columns["rank"]), position)
-    rows = []
-    axis = 0
-    for number in range(header.num_items):
-        name_end = names_at + columns["name_nbytes"][number]
-        shape = tuple(dimensions[axis : axis + columns["rank"][number]].tolist())
-        reader = _RowReader(header, number, {column: values[number] for column, values in columns.items()})
-        rows.append(reader.read(table[names_at:name_end], shape, catalog))
-        axis += len(shape)
-        names_at = name_end
-    if (total := sum(row.count for row in rows)) != header.num_changed:
+    if max(ranks) > MAX_RANK:
+        refuse(where, f"item table: a tensor of rank {max(ranks)}, expected at most {MAX_RANK}")
+    dimensions = np.frombuffer(table, "<u8", sum(ranks), position).tolist()
+    names = _cut(table[names_at:], name_sizes)
+    shapes = [tuple(shape) for shape in _cut(dimensions, ranks)]
+    rows = _rows_at_once(columns, names, shapes, catalog)
+    if rows is None:  # some row is wrong, or may be
+        rows = _rows_one_by_one(columns, names, shapes, catalog, header)
+    if (total := sum(rows.counts.tolist())) != header.num_changed:
         refuse(where, f"items hold {total} elements, the header says {header.num_changed}")
     return rows
 
 
-def _read_columns(table: bytes, num_items: int) -> tuple[dict[str, list[int]], int]:
-    """The fixed columns as lists, and where they end. The caller has checked that the table is long enough for them."""
+def _cut(whole: CutT, lengths: Iterable[int]) -> list[CutT]:
+    parts = []
+    start = 0
+    for length in lengths:
+        parts.append(whole[start : start + length])
+        start += length
+    return parts
+
+
+def _rows_at_once(
+    columns: Columns, names: Sequence[bytes], shapes: Sequence[tuple[int, ...]], catalog: Catalog | None
+) -> ItemRows | None:
+    """The rows if all of them are right beyond doubt. What is wrong with one is for ``_RowReader`` to say."""
+    counts, starts = columns["count"], columns["start"]
+    if int(counts.max()) > _SURE_COUNT or not np.isin(columns["location_form"], _FORM_CODES).all():
+        return None
+    specs = _specs_at_once(columns["dtype"].tolist(), names, shapes, catalog)
+    if specs is None or not np.isin(columns["encoding"], _ENCODING_CODES).all():
+        return None
+    forms = columns["location_form"].astype(np.int64)
+    signed = (starts.astype(np.int64), counts.astype(np.int64), columns["location_nbytes"].astype(np.int64))
+    rows = ItemRows(specs, columns["encoding"].astype(np.int64), forms, *signed)
+    # Unsigned: what wraps fails one of the other comparisons.
+    num_elements = rows.num_elements.astype(np.uint64)
+    unchanged = num_elements - starts - counts
+    escapes = rows.escapes.astype(np.uint64)
+    low = counts * rows.location_widths.astype(np.uint64)
+    high = low + np.where(escapes > 0, unchanged // np.maximum(escapes, 1), 0)
+    fits = (counts >= 1) & (counts <= num_elements) & (starts <= num_elements - counts)
+    fits &= (low <= columns["location_nbytes"]) & (columns["location_nbytes"] <= high)
+    return rows if fits.all() else None
+
+
+def _specs_at_once(
+    dtypes: Sequence[int], names: Sequence[bytes], shapes: Sequence[tuple[int, ...]], catalog: Catalog | None
+) -> list[TensorSpec] | None:
+    specs = []
+    try:
+        for code, name, shape in zip(dtypes, names, shapes, strict=True):
+            if catalog is None:
+                specs.append(TensorSpec(name.decode(), DTYPE_NAMES[code], shape))
+                continue
+            spec = catalog[name.decode()]
+            if spec.shape != shape or DTYPE_CODES[spec.dtype] != code:
+                return None
+            specs.append(spec)
+    except (KeyError, UnicodeDecodeError, RejectedError):
+        return None
+    return specs
+
+
+def _rows_one_by_one(
+    columns: Columns,
+    names: Sequence[bytes],
+    shapes: Sequence[tuple[int, ...]],
+    catalog: Catalog | None,
+    header: PayloadHeader,
+) -> ItemRows:
+    """The plain twin of ``_rows_at_once``, which also says what is wrong."""
+    fields = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
+    rows = [
+        _RowReader(header, number, row).read(name, shape, catalog)
+        for number, (row, name, shape) in enumerate(zip(fields, names, shapes, strict=True))
+    ]
+    numbers = np.array([(r.encoding, r.form, r.start, r.count, r.location_nbytes) for r in rows], np.int64)
+    return ItemRows((row.spec for row in rows), *numbers.T)
+
+
+def _read_columns(table: bytes, num_items: int) -> tuple[Columns, int]:
+    """The fixed columns, and where they end. The caller has checked that the table is long enough for them."""
     columns = {}
     position = 0
     for column, code in ITEM_COLUMNS:
-        values = np.frombuffer(table, code, num_items, position)
-        columns[column] = values.tolist()
-        position += values.nbytes
+        columns[column] = np.frombuffer(table, code, num_items, position)
+        position += columns[column].nbytes
     return columns, position
 
 
@@ -115,7 +187,7 @@ class _RowReader:
     number: int
     fields: dict[str, int]
 
-    def read(self, raw_name: bytes, shape: tuple[int, ...], catalog: Catalog | None) -> ItemRow:
+    def read(self, raw_name: bytes, shape: tuple[int, ...], catalog: Catalog | None) -> _ItemRow:
         spec = self._spec(raw_name, shape, catalog)
         encoding = _ENCODINGS.get(self.fields["encoding"])
         form = _FORMS.get(self.fields["location_form"])
@@ -123,7 +195,7 @@ class _RowReader:
             self._refuse(spec.name, f"encoding code {self.fields['encoding']}, expected one of {sorted(_ENCODINGS)}")
         if form is None:
             self._refuse(spec.name, f"location form code {self.fields['location_form']}, expected one of {sorted(_FORMS)}")
-        row = ItemRow(spec, encoding, form, self.fields["start"], self.fields["count"], self.fields["location_nbytes"])
+        row = _ItemRow(spec, encoding, form, self.fields["start"], self.fields["count"], self.fields["location_nbytes"])
         self._check_numbers(row)
         return row
 
@@ -147,7 +219,7 @@ class _RowReader:
             self._refuse(spec.name, f"got {spec}, the catalog has {known}")
         return known
 
-    def _check_numbers(self, row: ItemRow) -> None:
+    def _check_numbers(self, row: _ItemRow) -> None:
         num_elements = row.spec.num_elements
         if not 1 <= row.count <= num_elements:
             self._refuse(row.spec.name, f"{row.count} changed elements, expected 1 to {num_elements}")

@@ -10,6 +10,7 @@ import torch
 
 from deltarefit.canonical import Catalog, TensorDigest
 from deltarefit.errors import RejectedError
+from deltarefit.kernels import BoundPieces
 from deltarefit.placement.inputs import LoadWeights
 from deltarefit.placement.learn import LearnedLoader
 from deltarefit.placement.storages import StorageMap
@@ -32,7 +33,7 @@ from deltarefit.receiver.routes import (
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
 from deltarefit.receiver.trial import TrialResult
 from deltarefit.receiver.unreached import TensorPlace, lacking, tensor_places, unreached_elements
-from deltarefit.receiver.writers import WordsTarget, targets_of
+from deltarefit.receiver.writers import HostTarget, WordsTarget, targets_of
 from deltarefit.wording import some_of
 
 __all__ = ["Assembly", "PrewarmRefusedError", "Prewarmed", "fingerprint_of", "refusal"]
@@ -88,9 +89,18 @@ class Prewarmed:
     derived: DerivedTensors = field(default_factory=lambda: DerivedTensors(dict, {}))
     """Tensors beside parameters and buffers that refits write to."""
     _rerun_by_name: dict[str, RerunUnit] = field(init=False, default_factory=dict)
+    direct: dict[str, tuple[BoundPieces, ...]] = field(init=False, default_factory=dict)
+    """Pieces of all homes of each tensor of which all lie in host memory, so that items may go straight there."""
 
     def __post_init__(self) -> None:
         self._rerun_by_name.update((name, unit) for unit in self.reruns for name in unit.specs)
+        for name, route in self.report.routes.items():
+            if route.kind != "pieces" or name in self.kept or name in self._rerun_by_name:
+                continue
+            targets = self.targets[name]
+            bound = tuple(t.bound for t in targets if isinstance(t, HostTarget) and t.bound is not None)
+            if len(bound) == len(targets):
+                self.direct[name] = bound
 
     def rerun_of(self, name: str) -> RerunUnit | None:
         """The layer that must run again once this tensor was written; None if there is none."""

@@ -6,16 +6,16 @@ to here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltarefit import kernels
+from deltarefit.canonical import TensorSpec
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.plan import RefitPlan
 from deltarefit.receiver.assembly import Prewarmed
 from deltarefit.receiver.settings import ApplyPath, ReceiverSettings
-from deltarefit.receiver.writers import HostTarget
 from deltarefit.records import CodedItem, Encoding
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadyItems", "ReadyPayload", "make_ready"]
 
+_ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 _BLOCK = 128
 """Items that are tabulated at a time; a table takes some 400 bytes an item."""
 _AHEAD_NBYTES = 8192
@@ -72,41 +73,45 @@ def make_ready(payload: Payload, known: Prewarmed, plan: RefitPlan, settings: Re
     where = f"payload {payload.header.sequence} of owner {payload.header.owner}, attempt {payload.header.attempt}"
     if payload.header.plan_digest != plan.digest:
         raise PayloadInvalidError(f"{where}: made for plan {payload.header.plan_digest}, this receiver prepared {plan.digest}")
-    for item in payload.items:
-        _check(item, known, plan, where)
+    for spec, encoding in _kinds(payload.items):
+        _check(spec, encoding, known, plan, where)
     is_ahead = payload.held_nbytes >= _AHEAD_NBYTES * len(payload.items)
     return ReadyPayload(payload, known, plan, (_sorted(payload.items, known, settings),) if is_ahead else ())
 
 
-def _sorted(items: Iterable[CodedItem], known: Prewarmed, settings: ReceiverSettings) -> ReadyItems:
-    direct: list[tuple[kernels.BoundPieces, CodedItem]] = []
-    others: list[CodedItem] = []
-    for item in items:
-        if bound := _bound(item.spec.name, known, settings):
-            direct.extend((pieces, item) for pieces in bound)
+def _kinds(items: Sequence[CodedItem]) -> Iterable[tuple[TensorSpec, Encoding]]:
+    if isinstance(items, kernels.ItemTable):
+        return zip(items.rows.specs, map(_ENCODINGS.__getitem__, items.rows.encodings.tolist()), strict=True)
+    return ((item.spec, item.encoding) for item in items)
+
+
+def _sorted(items: Sequence[CodedItem], known: Prewarmed, settings: ReceiverSettings) -> ReadyItems:
+    bound: list[kernels.BoundPieces] = []
+    direct: list[int] = []
+    others: list[int] = []
+    goes_direct = settings.path is ApplyPath.COMPILED and not settings.verify_writes
+    for number, (spec, _) in enumerate(_kinds(items)):
+        if goes_direct and (homes := known.direct.get(spec.name)):
+            bound.extend(homes)
+            direct.extend([number] * len(homes))
         else:
-            others.append(item)
-    return ReadyItems(kernels.PreparedApply(direct), tuple(others))
+            others.append(number)
+    return ReadyItems(kernels.PreparedApply(bound, _chosen(items, direct)), tuple(items[number] for number in others))
 
 
-def _check(item: CodedItem, known: Prewarmed, plan: RefitPlan, where: str) -> None:
-    name = item.spec.name
-    spec = known.catalog.get(name)
-    if spec != item.spec:
-        raise PayloadInvalidError(f"{where}: item of {item.spec}, expected {spec or 'a name of the catalog'}")
-    if item.encoding is Encoding.OVERWRITE:
+def _chosen(items: Sequence[CodedItem], numbers: Sequence[int]) -> Sequence[CodedItem]:
+    if isinstance(items, kernels.ItemTable):
+        return items.take(numbers)
+    return [items[number] for number in numbers]
+
+
+def _check(spec: TensorSpec, encoding: Encoding, known: Prewarmed, plan: RefitPlan, where: str) -> None:
+    name = spec.name
+    wanted_spec = known.catalog.get(name)
+    if wanted_spec is not spec and wanted_spec != spec:
+        raise PayloadInvalidError(f"{where}: item of {spec}, expected {wanted_spec or 'a name of the catalog'}")
+    if encoding is Encoding.OVERWRITE:
         return
-    if name in plan.dense or item.encoding is not plan.encodings[name]:
+    if name in plan.dense or encoding is not plan.encodings[name]:
         wanted = Encoding.OVERWRITE if name in plan.dense else plan.encodings[name]
-        raise PayloadInvalidError(f"{where}: item of {name} is {item.encoding.name}, the plan says {wanted.name}")
-
-
-def _bound(name: str, known: Prewarmed, settings: ReceiverSettings) -> list[kernels.BoundPieces]:
-    """Pieces of all homes of a tensor, if each is in host memory and items go straight there; otherwise none."""
-    if settings.path is not ApplyPath.COMPILED or settings.verify_writes:
-        return []
-    if known.report.routes[name].kind != "pieces" or name in known.kept or known.rerun_of(name) is not None:
-        return []
-    targets = known.targets[name]
-    bound = [target.bound for target in targets if isinstance(target, HostTarget) and target.bound is not None]
-    return bound if len(bound) == len(targets) else []
+        raise PayloadInvalidError(f"{where}: item of {name} is {encoding.name}, the plan says {wanted.name}")

@@ -18,7 +18,7 @@ from deltarefit import kernels
 from deltarefit.canonical import TensorDigest, Words
 from deltarefit.errors import RejectedError
 from deltarefit.pieces import Piece, StridedView, merge_pieces, whole
-from deltarefit.records import CodedItem, Encoding, LocationForm
+from deltarefit.records import CodedItem, Encoding, LocationForm, ScanResult
 from deltarefit.source.task import ConversionTask
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "count_changed",
     "fill",
     "overwrite",
+    "scan_trackers",
 ]
 
 _ALIGNMENT = 64  # a cache line, and the widest vector of the scan kernels
@@ -77,17 +78,39 @@ class TaskTracker:
 
     def scan(self, encoding: Encoding, *, everything: bool = False) -> TrackerScan:
         """Compare storage with the committed words: an item per group that changed, or per group if ``everything`` is sent."""
+        if not everything:
+            return scan_trackers([(self, encoding)])[0]
         storage = self.task.words()
-        items: list[CodedItem] = []
+        results = [
+            kernels.scan(self.task.spec, storage, committed, table, encoding, everything=True)
+            for table, committed in zip(self._tables, self._words, strict=True)
+        ]
+        return self._found(storage, results)
+
+    def _found(self, storage: Words, results: Sequence[ScanResult]) -> TrackerScan:
+        """What the scans of all groups found."""
         change = TensorDigest()
         num_changed = 0
-        for pieces, table, committed in zip(self.groups, self._tables, self._words, strict=True):
-            result = kernels.scan(self.task.spec, storage, committed, table, encoding, everything=everything)
+        for pieces, committed, result in zip(self.groups, self._words, results, strict=True):
             change = change + result.digest_change
             if result.item is not None:
-                items.append(result.item)
                 num_changed += count_changed(result.item, storage, committed, pieces)
-        return TrackerScan(tuple(items), change, num_changed)
+        return TrackerScan(tuple(result.item for result in results if result.item is not None), change, num_changed)
+
+
+def scan_trackers(work: Sequence[tuple[TaskTracker, Encoding]]) -> list[TrackerScan]:
+    """Compare the storages of trackers with their committed words, in few calls. All storages are held meanwhile."""
+    storages = [tracker.task.words() for tracker, _ in work]
+    jobs = [
+        kernels.ScanJob(tracker.task.spec, storage, committed, table, encoding)
+        for (tracker, encoding), storage in zip(work, storages, strict=True)
+        for committed, table in zip(tracker._words, tracker._tables, strict=True)
+    ]
+    results = iter(kernels.scan_many(jobs))
+    return [
+        tracker._found(storage, [next(results) for _ in tracker.groups])
+        for (tracker, _), storage in zip(work, storages, strict=True)
+    ]
 
 
 def fill(trackers: Sequence[TaskTracker]) -> None:

@@ -11,7 +11,7 @@ from deltarefit.errors import RejectedError
 from deltarefit.ids import EncodingMode, OwnerId
 from deltarefit.plan import RefitPlan
 from deltarefit.records import Bucket, CodedItem
-from deltarefit.source.baseline import SourceBaseline, TaskTracker
+from deltarefit.source.baseline import SourceBaseline, TaskTracker, scan_trackers
 from deltarefit.source.buckets import cut_into_buckets
 from deltarefit.source.residual import ResidualStage
 from deltarefit.source.settings import SourceSettings
@@ -221,11 +221,10 @@ class Owner:
                 )
 
     def _scan(self, chunk: tuple[TaskTracker, ...], plan: RefitPlan, mode: EncodingMode) -> list[_Scanned]:
+        work = [(tracker, plan.encoding(tracker.task.spec.name, mode)) for tracker in chunk]
         found = []
-        for tracker in chunk:
+        for (tracker, encoding), scanned in zip(work, scan_trackers(work), strict=True):
             task = tracker.task
-            encoding = plan.encoding(task.spec.name, mode)
-            scanned = tracker.scan(encoding)
             self._direct.pin(tracker, scanned.change)
             items = scanned.items
             if task.spec.name in plan.dense:

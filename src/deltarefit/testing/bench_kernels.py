@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from deltarefit import kernels, payload
-from deltarefit.canonical import TensorSpec, Words
+from deltarefit.canonical import Catalog, TensorSpec, Words
 from deltarefit.ids import AttemptId, OwnerId, PolicyVersion
 from deltarefit.kernels import BoundPieces, Isa, native
 from deltarefit.pieces import Piece, StridedView
 from deltarefit.records import CodedItem, Encoding
 from deltarefit.runtime.clock import SystemClock
+from deltarefit.source.buckets import cut_into_chunks
+from deltarefit.source.settings import SourceSettings
 
 __all__ = ["run"]
 
@@ -99,7 +101,11 @@ def _scan(tensor: _Tensor, isa: Isa | None = None) -> CodedItem | None:
 
 
 def _owner(tensors: Sequence[_Tensor], isa: Isa | None = None) -> bytes:
-    items = [_scan(tensor, isa) for tensor in tensors]
+    """As owners do it: a chunk of tensors in one call."""
+    items = []
+    for chunk in cut_into_chunks([(tensor, tensor.spec.nbytes) for tensor in tensors], SourceSettings().chunk_nbytes):
+        jobs = [kernels.ScanJob(one.spec, one.after, one.before, one.table, Encoding.DIFFERENCE) for one in chunk]
+        items += [result.item for result in kernels.scan_many(jobs, isa=isa)]
     return _encode([item for item in items if item is not None])
 
 
@@ -118,11 +124,11 @@ def _bind(resident: Words, shard: _Shard, isa: Isa | None) -> list[BoundPieces]:
 
 def _apply(bound: Sequence[BoundPieces], items: Sequence[CodedItem]) -> None:
     """As receivers do it."""
-    kernels.PreparedApply(list(zip(bound, items, strict=True))).run(num_threads=1)
+    kernels.PreparedApply(bound, items).run(num_threads=1)
 
 
-def _receiver(bound: Sequence[BoundPieces], data: bytes) -> None:
-    _apply(bound, payload.decode(data).items)
+def _receiver(bound: Sequence[BoundPieces], data: bytes, catalog: Catalog) -> None:
+    _apply(bound, payload.decode(data, catalog=catalog).items)
 
 
 def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
@@ -130,7 +136,8 @@ def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
     whole, tensors = shard.whole(), shard.tensors()
     copy, tracker, resident = np.empty_like(shard.before), shard.before.copy(), shard.before.copy()
     data = _owner(tensors)
-    items = payload.decode(data).items
+    catalog = Catalog(tensor.spec for tensor in tensors)
+    items = payload.decode(data, catalog=catalog).items
     fastest = kernels.available_isas()[-1]
     jobs: dict[Name, Callable[[], object]] = {("memcpy", ""): lambda: np.copyto(copy, shard.after)}
     if fastest is Isa.NUMPY:
@@ -144,7 +151,7 @@ def _jobs(shard: _Shard) -> dict[Name, Callable[[], object]]:
         measured = {
             "scan": lambda isa=isa: _scan(whole, isa),
             "owner": lambda isa=isa: _owner(tensors, isa),
-            "receiver": lambda bound=bound: _receiver(bound, data),
+            "receiver": lambda bound=bound: _receiver(bound, data, catalog),
             "apply": lambda bound=bound: _apply(bound, items),
             "digest": lambda isa=isa: kernels.digest(shard.after, whole.table.pieces, isa=isa),
             "commit": lambda isa=isa: kernels.commit_many([(tracker, shard.after, whole.table, "")], isa=isa),
@@ -205,9 +212,10 @@ def _receiver_on_two_threads(shard: _Shard, rounds: int = 7) -> float:
     bound, tensors = _bind(resident, shard, None), shard.tensors()
     cuts = [slice(start, start + _PAYLOAD_TENSORS) for start in range(0, len(tensors), _PAYLOAD_TENSORS)]
     payloads = [_owner(tensors[cut]) for cut in cuts]
+    catalog = Catalog(tensor.spec for tensor in tensors)
 
     def receive(number: int) -> None:
-        _receiver(bound[cuts[number]], payloads[number])
+        _receiver(bound[cuts[number]], payloads[number], catalog)
 
     clock = SystemClock()
     ratios = []
