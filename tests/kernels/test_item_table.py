@@ -86,7 +86,7 @@ def proved_last(item: CodedItem) -> int:
         return -1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(any_items())
 def test_a_table_lists_its_items_and_proves_where_they_end(items):
     table = table_of(items)
@@ -106,7 +106,7 @@ def test_a_table_lists_its_items_and_proves_where_they_end(items):
         table[len(items)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(any_items())
 def test_a_table_is_applied_as_its_items_are(items):
     sound = [item for item in items if proved_last(item) >= 0]

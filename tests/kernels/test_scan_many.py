@@ -58,20 +58,20 @@ def test_shards_of_every_shape_width_density_and_encoding(isa, memory):
     assert_as_each(jobs, isa)
 
 
-@pytest.mark.parametrize("isa", ALL)
-@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("isa", COMPILED)
+@pytest.mark.parametrize("width", [1, 2])
 def test_every_location_form_beside_every_other(isa, width, memory):
     """Among them gaps that have to be widened on the way, and shards that are smaller whole."""
-    size = 3_400_000 if width == 1 else 300_000
+    size = 1_400_000 if width == 1 else 300_000
     shard = contiguous(width, size)
     changes = {
-        LocationForm.SHORT_GAPS: [0, *range(size - 1_200_000 if width == 1 else 150_000, size, 2)],
-        LocationForm.GAPS: [*range(0, 100_000, 60)],
-        LocationForm.WIDE2: [*range(0, size, 700)],
-        LocationForm.WIDE4: [0, 70_000, size - 1],
-        LocationForm.RUN: [*range(100, 4_000)],
-        None: [*range(size * 19 // 20), size - 1],
-        "none": [],
+        LocationForm.SHORT_GAPS: np.r_[0, size // 3 : size : 2],
+        LocationForm.GAPS: np.r_[0:100_000:60],
+        LocationForm.WIDE2: np.r_[0:size:5000],
+        LocationForm.WIDE4: np.array([0, 70_000, size - 1]),
+        LocationForm.RUN: np.r_[100:4_000],
+        "whole": np.r_[0 : size * 19 // 20, size - 1],
+        "none": np.r_[0:0],
     }
     old = random_words(np.random.default_rng(3), size, width)
     jobs, forms = [], []
@@ -86,7 +86,7 @@ def test_every_location_form_beside_every_other(isa, width, memory):
         if isinstance(form, LocationForm):
             assert result.item.location_form is form
     assert [result.item for result, form in zip(found, forms, strict=True) if form == "none"] == [None]
-    assert {result.item.count for result, form in zip(found, forms, strict=True) if form is None} == {size}
+    assert {result.item.count for result, form in zip(found, forms, strict=True) if form == "whole"} == {size}
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,10 +130,10 @@ def test_a_job_that_does_not_fit_is_refused_before_any_runs():
 
 
 @pytest.mark.skipif(not COMPILED, reason="the kernels were not compiled")
-@pytest.mark.parametrize("density", [0.002, 0.03, 0.2])
+@pytest.mark.parametrize("density", [0.03, 0.2])
 def test_little_more_memory_than_what_is_returned(density):
     rng = np.random.default_rng(5)
-    jobs = [random_job(rng, contiguous(2, 1_500_000), density, Encoding.DIFFERENCE)] * 60
+    jobs = [random_job(rng, contiguous(2, 1_000_000), density, Encoding.DIFFERENCE)] * 40
     scan_many(jobs[:1])
     tracemalloc.start()
     try:

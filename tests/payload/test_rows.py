@@ -48,7 +48,7 @@ def test_sound_tables_are_read_at_once(coded, with_catalog):
 EDGES = [0, 1, 2, 3, 4, 8, 9, 16, 19, 20, 255, 2**31, 2**32, 2**44, 2**44 + 1, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
 def test_what_is_read_at_once_is_what_is_read_row_by_row(data, with_catalog):
     draft = Draft.of(sample())
@@ -68,7 +68,7 @@ def test_what_is_read_at_once_is_what_is_read_row_by_row(data, with_catalog):
         assert said(at_once) == said(plain_rows((columns, names, shapes), catalog))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_sums_of_all_items_prove_what_sums_of_each_do(data):
     """``ItemTable.last_positions`` against its plain twin, on planes of which some bytes are wrong."""

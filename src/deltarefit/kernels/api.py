@@ -11,14 +11,7 @@ from deltarefit.canonical import TensorDigest, TensorSpec, Words
 from deltarefit.errors import PayloadInvalidError, RejectedError
 from deltarefit.kernels import native, native_scan, twins
 from deltarefit.kernels.bound import BoundPieces
-from deltarefit.kernels.checks import (
-    check_pieces,
-    check_target,
-    check_words,
-    common_cast,
-    normalise,
-    total_elements,
-)
+from deltarefit.kernels.checks import check_target, check_words
 from deltarefit.kernels.coding import PlaneTotals
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import available_isas, resolve
@@ -136,19 +129,19 @@ def apply(
         RejectedError: storage, pieces and values do not fit each other. Nothing was written.
         PayloadInvalidError: positions do not ascend or differ in number from the values. Nothing was written.
     """
-    held = normalise(tuple(pieces))
+    table = tabulate(pieces)
     check_words(values, "apply, values")
-    check_pieces(held, storage, "apply")
-    check_target(storage, held, values.dtype.itemsize, "apply")
+    table.check(storage, "apply")
+    check_target(storage, table.pieces, values.dtype.itemsize, "apply")
     if positions.dtype != np.int64 or positions.shape != values.shape:
         raise PayloadInvalidError(
             f"apply: expected {values.size} int64 positions, got {positions.dtype} of shape {positions.shape}"
         )
     if (chosen := resolve(isa)) is Isa.NUMPY:
         ascending = not positions.size or (positions[0] >= 0 and bool((np.diff(positions) > 0).all()))
-        applied = twins.apply(storage, held, positions, values, encoding) if ascending else -1
+        applied = twins.apply(storage, table.pieces, positions, values, encoding) if ascending else -1
     else:
-        applied = native.apply_positions(storage, held, common_cast(held), positions, values, encoding, chosen)
+        applied = native.apply_positions(storage, table, positions, values, encoding, chosen)
     if applied < 0:
         raise PayloadInvalidError("apply: expected strictly ascending positions from 0")
     return applied
@@ -170,13 +163,12 @@ def gather(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
     Raises:
         RejectedError: storage and pieces do not fit each other.
     """
-    check_words(storage, "gather, storage")
-    held = normalise(tuple(pieces))
-    check_pieces(held, storage, "gather")
+    table = tabulate(pieces)
+    table.check(storage, "gather")
     if resolve(isa) is Isa.NUMPY:
-        return twins.gather(storage, held)
-    gathered = np.empty(total_elements(held), storage.dtype)
-    native.copy_pieces(gathered, storage, held)
+        return twins.gather(storage, table.pieces)
+    gathered = np.empty(table.num_elements, storage.dtype)
+    native.gather(gathered, storage, table)
     return gathered
 
 
@@ -193,12 +185,11 @@ def digest(storage: Words, pieces: Sequence[Piece], *, isa: Isa | None = None) -
         RejectedError: storage and pieces do not fit each other.
         BaseMismatchError: a widened element has low bits set, so it is no 16-bit float.
     """
-    check_words(storage, "digest, storage")
-    held = normalise(tuple(pieces))
-    check_pieces(held, storage, "digest")
+    table = tabulate(pieces)
+    table.check(storage, "digest")
     if (chosen := resolve(isa)) is Isa.NUMPY:
-        return twins.digest(storage, held)
-    return native.digest(storage, held, common_cast(held), chosen)
+        return twins.digest(storage, table.pieces)
+    return native.digest(storage, table, chosen)
 
 
 def digest_records(flat_index: NDArray[np.int64], bits: Words, *, isa: Isa | None = None) -> TensorDigest:

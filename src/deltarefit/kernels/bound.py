@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import PayloadInvalidError
 from deltarefit.kernels import native, twins
-from deltarefit.kernels.checks import check_pieces, check_target, common_cast
+from deltarefit.kernels.checks import check_pieces, check_target
 from deltarefit.kernels.coding import check_columns, decode_positions, decode_values
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import address, resolve
+from deltarefit.kernels.table import PieceTable
 from deltarefit.pieces import Cast, Piece
 from deltarefit.records import CodedItem
 
@@ -24,21 +25,23 @@ __all__ = ["BoundPieces"]
 class BoundPieces:
     """``apply_item`` for one canonical tensor and one storage."""
 
-    __slots__ = ("_isa", "_pieces", "_spec", "_storage", "_table", "_target")
+    __slots__ = ("_isa", "_pieces", "_spec", "_storage", "_target")
 
-    def __init__(self, storage: Words, pieces: Sequence[Piece], spec: TensorSpec, *, isa: Isa | None = None) -> None:
+    def __init__(
+        self, storage: Words, pieces: PieceTable | Sequence[Piece], spec: TensorSpec, *, isa: Isa | None = None
+    ) -> None:
         """Check once what ``apply_item`` checks at every call. ``storage`` must stay where it is.
 
         Raises:
             RejectedError: storage, pieces and the tensor do not fit each other.
         """
         where = f"pieces of {spec}"
-        held = tuple(piece.normalised() for piece in pieces if piece.num_elements)
-        check_pieces(held, storage, where, spec)
-        check_target(storage, held, spec.element_nbytes, where)
-        self._storage, self._pieces, self._spec, self._isa = storage, held, spec, resolve(isa)
-        self._table = native.make_piece_table(held)
-        self._target = native.ApplyTarget(address(storage), address(self._table), len(held), common_cast(held) is Cast.WIDEN)
+        self._pieces = pieces if isinstance(pieces, PieceTable) else PieceTable(pieces)
+        check_pieces(self._pieces.pieces, storage, where, spec)
+        check_target(storage, self._pieces.pieces, spec.element_nbytes, where)
+        self._storage, self._spec, self._isa = storage, spec, resolve(isa)
+        widens = self._pieces.cast is Cast.WIDEN
+        self._target = native.ApplyTarget(address(storage), self._pieces.address, len(self._pieces.pieces), widens)
 
     @property
     def isa(self) -> Isa:
@@ -61,7 +64,7 @@ class BoundPieces:
             if applied >= 0:
                 return applied
         # The twin, which also has the words for what the compiled decoder refused.
-        return twins.apply(self._storage, self._pieces, decode_positions(item), decode_values(item), item.encoding)
+        return twins.apply(self._storage, self._pieces.pieces, decode_positions(item), decode_values(item), item.encoding)
 
     def check(self, item: CodedItem) -> None:
         """Raise what ``apply_item`` would raise before it looks at the locations."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ __all__ = [
     "check_group",
     "check_injective",
     "check_pieces",
+    "check_size",
     "check_target",
     "check_words",
     "check_writeable",
     "common_cast",
-    "normalise",
     "total_elements",
     "widened_text",
 ]
@@ -57,12 +56,6 @@ def check_writeable(words: Words, what: str) -> None:
         raise RejectedError(f"{what}: expected writeable memory, got a read-only array")
 
 
-@lru_cache(maxsize=1024)
-def normalise(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Normalised pieces in the given order, without the empty ones."""
-    return tuple(piece.normalised() for piece in pieces if piece.num_elements)
-
-
 def total_elements(pieces: Sequence[Piece]) -> int:
     return sum(piece.num_elements for piece in pieces)
 
@@ -79,6 +72,20 @@ def common_cast(pieces: Sequence[Piece]) -> Cast:
     return casts.pop() if casts else Cast.SAME
 
 
+def check_size(pieces: Sequence[Piece], what: str) -> None:
+    """Check that the kernels' tables can hold normalised ``pieces``.
+
+    Raises:
+        RejectedError: a piece has too many axes or reaches too far.
+    """
+    for piece in pieces:
+        if len(piece.canonical.shape) > MAX_AXES:
+            raise RejectedError(f"{what}: piece of {len(piece.canonical.shape)} axes, expected at most {MAX_AXES}")
+        if max(piece.canonical.last, piece.storage.last) > MAX_POSITION:
+            reached = f"piece reaches flat index {piece.canonical.last} and element {piece.storage.last}"
+            raise RejectedError(f"{what}: {reached}, expected at most {MAX_POSITION}")
+
+
 def check_pieces(pieces: Sequence[Piece], storage: Words, what: str, spec: TensorSpec | None = None) -> None:
     """Check that normalised ``pieces`` lie inside ``storage`` and, if ``spec`` is given, inside that tensor.
 
@@ -87,10 +94,9 @@ def check_pieces(pieces: Sequence[Piece], storage: Words, what: str, spec: Tenso
     """
     if common_cast(pieces) is Cast.WIDEN and storage.dtype.itemsize != 4:
         raise RejectedError(f"{what}: widened pieces need 4-byte storage words, got {storage.dtype}")
+    check_size(pieces, what)
     limit = MAX_POSITION + 1 if spec is None else spec.num_elements
     for piece in pieces:
-        if len(piece.canonical.shape) > MAX_AXES:
-            raise RejectedError(f"{what}: piece of {len(piece.canonical.shape)} axes, expected at most {MAX_AXES}")
         if piece.storage.last >= storage.size:
             raise RejectedError(
                 f"{what}: piece {piece.storage} reaches element {piece.storage.last}, expected fewer than {storage.size}"

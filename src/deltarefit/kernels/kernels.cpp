@@ -76,21 +76,6 @@ namespace avx512 {
 
 namespace deltarefit {
 
-// Copy pieces of `from` to consecutive elements of `to`, for somebody who reads them soon.
-template <class U>
-static void copy_pieces(u8* to, const u8* from, const i64* table, i64 pieces, u8* scratch) {
-  constexpr i64 W = sizeof(U);
-  constexpr i64 PART = 4096;  // elements of strided runs taken at once
-  StretchReader<U> reader{from, scratch, PANEL_NBYTES};
-  for (TableWalker walker(table, pieces); !walker.done;) {
-    i64 n = walker.left_in_run();
-    if (walker.run.stride != 1 && PART < n) n = PART;
-    memcpy(to, reader.read(walker, n), size_t(n * W));
-    to += n * W;
-    walker.take(n);
-  }
-}
-
 template <class U>
 static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums) {
   for (i64 i = 0; i < n; i++) portable::add_stretch<U>(bits + i * i64(sizeof(U)), index[i], 1, sums);
@@ -245,17 +230,7 @@ API void deltarefit_digest_elements(const i64* index, const u8* bits, i64 n, i64
   lanes[1] = sums.lane1;
 }
 
-// `scratch` is deltarefit_panel_nbytes() long; null where every run is contiguous.
-API void deltarefit_copy(u8* to, const u8* from, const i64* table, i64 pieces, i64 width, u8* scratch) {
-  switch (width) {
-    case 1: return copy_pieces<u8>(to, from, table, pieces, scratch);
-    case 2: return copy_pieces<u16>(to, from, table, pieces, scratch);
-    case 4: return copy_pieces<u32>(to, from, table, pieces, scratch);
-    default: return copy_pieces<u64>(to, from, table, pieces, scratch);
-  }
-}
-
-// `scratch` as above, for all of them in turn.
+// `scratch` as in DigestCall, for all of them in turn.
 API void deltarefit_copy_many(CopyCall* calls, i64 n, u8* scratch, i64 isa) {
 #ifdef DELTAREFIT_X86
   if (isa == 3) return avx512::copy_many(calls, n, scratch);

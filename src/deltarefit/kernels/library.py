@@ -203,7 +203,6 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ("read_both", c_uint64, (c_void_p, c_void_p, c_int64, c_int64)),
         ("digest", None, (POINTER(DigestCall), c_int64)),
         ("digest_elements", None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
-        ("copy", None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
         ("panel_nbytes", c_int64, ()),
     ):
         function = getattr(loaded, f"deltarefit_{name}")

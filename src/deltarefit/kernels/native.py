@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels other than the scan: tables of pieces, addresses, results.
+"""Calls of the compiled kernels other than the scan: addresses, results.
 
 Every function expects what ``twins`` expects: normalised, non-empty, checked pieces.
 """
@@ -6,7 +6,6 @@ Every function expects what ``twins`` expects: normalised, non-empty, checked pi
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,78 +16,53 @@ from deltarefit.errors import BaseMismatchError
 from deltarefit.kernels.checks import widened_text
 from deltarefit.kernels.coding import PlaneTotals
 from deltarefit.kernels.isa import Isa
-from deltarefit.kernels.library import APPLY_CALL, PLANE_TOTALS, ApplyCall, DigestCall, address, library
-from deltarefit.pieces import Cast, Piece
+from deltarefit.kernels.library import APPLY_CALL, PLANE_TOTALS, ApplyCall, CopyCall, DigestCall, address, library
+from deltarefit.kernels.table import PieceTable
+from deltarefit.pieces import Cast
 from deltarefit.records import CodedItem, Encoding, Plane
 
 __all__ = [
     "ApplyTarget",
     "apply_item",
     "apply_positions",
-    "copy_pieces",
     "digest",
     "digest_elements",
     "fill_item",
-    "is_strided",
-    "make_piece_table",
-    "piece_table",
+    "gather",
     "plane_totals",
     "read_both",
     "shorten_gaps",
     "totals_of_parts",
 ]
 
-Table = NDArray[np.int64]
 
-
-def make_piece_table(pieces: tuple[Piece, ...]) -> Table:
-    """The table of pieces that common.h describes."""
-    rows: list[int] = []
-    for piece in pieces:
-        rows += (len(piece.canonical.shape), piece.canonical.offset, piece.storage.offset)
-        for axis in zip(piece.canonical.shape, piece.canonical.stride, piece.storage.stride, strict=True):
-            rows += axis
-    table = np.array(rows, np.int64)
-    table.flags.writeable = False
-    return table
-
-
-piece_table = lru_cache(maxsize=1024)(make_piece_table)
-
-
-def is_strided(pieces: tuple[Piece, ...]) -> bool:
-    """Whether some run, the innermost axis, is not contiguous in storage."""
-    return any(piece.storage.stride[-1] != 1 for piece in pieces)
-
-
-def _panel(pieces: tuple[Piece, ...]) -> NDArray[np.uint8] | None:
+def _panel(table: PieceTable) -> NDArray[np.uint8] | None:
     """Scratch memory for strided runs; None if there are none."""
-    if not is_strided(pieces):
-        return None
-    return np.empty(library().deltarefit_panel_nbytes(), np.uint8)
+    return np.empty(library().deltarefit_panel_nbytes(), np.uint8) if table.is_strided else None
 
 
-def copy_pieces(target: Words, storage: Words, pieces: tuple[Piece, ...]) -> None:
-    """Copy the pieces' elements of ``storage`` to ``target`` in piece order."""
-    panel = _panel(pieces)
-    library().deltarefit_copy(
-        address(target),
-        address(storage),
-        address(piece_table(pieces)),
-        len(pieces),
-        storage.dtype.itemsize,
-        None if panel is None else address(panel),
+def gather(target: Words, storage: Words, table: PieceTable) -> None:
+    """Copy the pieces' elements of ``storage`` to ``target`` in piece order, for somebody who reads them soon."""
+    panel = _panel(table)
+    call = CopyCall(
+        to=address(target),
+        storage=address(storage),
+        table=table.address,
+        pieces=len(table.pieces),
+        width=storage.dtype.itemsize,
     )
+    # The portable copy, for it leaves what it writes in the caches.
+    library().deltarefit_copy_many(ctypes.byref(call), 1, None if panel is None else address(panel), Isa.PORTABLE)
 
 
-def digest(storage: Words, pieces: tuple[Piece, ...], cast: Cast, isa: Isa) -> TensorDigest:
-    panel = _panel(pieces)
-    widen = cast is Cast.WIDEN
+def digest(storage: Words, table: PieceTable, isa: Isa) -> TensorDigest:
+    panel = _panel(table)
+    widen = table.cast is Cast.WIDEN
     call = DigestCall(
         storage=address(storage),
-        table=address(piece_table(pieces)),
+        table=table.address,
         scratch=None if panel is None else address(panel),
-        pieces=len(pieces),
+        pieces=len(table.pieces),
         width=storage.dtype.itemsize // (2 if widen else 1),
         widen=widen,
         offender=-1,
@@ -108,8 +82,7 @@ def digest_elements(flat_index: NDArray[np.int64], bits: Words) -> TensorDigest:
 
 def apply_positions(
     storage: Words,
-    pieces: tuple[Piece, ...],
-    cast: Cast,
+    table: PieceTable,
     positions: NDArray[np.int64],
     values: Words,
     encoding: Encoding,
@@ -119,12 +92,12 @@ def apply_positions(
     contiguous = np.ascontiguousarray(positions)
     call = ApplyCall(
         storage=address(storage),
-        table=address(piece_table(pieces)),
+        table=table.address,
         positions=address(contiguous),
         words=address(values),
-        pieces=len(pieces),
+        pieces=len(table.pieces),
         width=values.dtype.itemsize,
-        widen=cast is Cast.WIDEN,
+        widen=table.cast is Cast.WIDEN,
         encoding=encoding,
         count=values.size,
     )

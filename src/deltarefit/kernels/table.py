@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltarefit.canonical import TensorSpec, Words
 from deltarefit.errors import RejectedError
-from deltarefit.kernels import native, twins
-from deltarefit.kernels.checks import check_group, check_pieces, check_words, common_cast
+from deltarefit.kernels import twins
+from deltarefit.kernels.checks import check_group, check_pieces, check_size, check_words, common_cast
 from deltarefit.kernels.library import address
 from deltarefit.pieces import Cast, Piece
 
@@ -21,12 +24,15 @@ class PieceTable:
     __slots__ = ("_fits", "_shard", "address", "cast", "is_contiguous", "is_strided", "num_elements", "pieces", "table")
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
+        """Raises RejectedError: the pieces differ in cast, or one is larger than the kernels can address."""
         self.pieces = tuple(piece.normalised() for piece in pieces if piece.num_elements)
         self.num_elements = sum(piece.num_elements for piece in self.pieces)
         self.cast = common_cast(self.pieces)
-        self.table = native.make_piece_table(self.pieces)
+        check_size(self.pieces, "pieces")
+        self.table = _table_of(self.pieces)
         self.address = address(self.table)
-        self.is_strided = native.is_strided(self.pieces)
+        self.is_strided = any(piece.storage.stride[-1] != 1 for piece in self.pieces)
+        """Whether some run, the innermost axis, is not contiguous in storage."""
         self.is_contiguous = bool(self.pieces) and twins.is_contiguous(self.pieces)
         """Whether they cover one run of flat indices, if they are a group."""
         self._fits: tuple[int, object] | None = None
@@ -53,6 +59,18 @@ class PieceTable:
         check_pieces(self.pieces, storage, "pieces", spec)
         check_group(self.pieces, "pieces")
         self._shard = (storage.size, storage.dtype, spec)
+
+
+def _table_of(pieces: tuple[Piece, ...]) -> NDArray[np.int64]:
+    """The table of pieces that common.h describes."""
+    rows: list[int] = []
+    for piece in pieces:
+        rows += (len(piece.canonical.shape), piece.canonical.offset, piece.storage.offset)
+        for axis in zip(piece.canonical.shape, piece.canonical.stride, piece.storage.stride, strict=True):
+            rows += axis
+    table = np.array(rows, np.int64)
+    table.flags.writeable = False
+    return table
 
 
 @lru_cache(maxsize=1024)

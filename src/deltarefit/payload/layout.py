@@ -165,7 +165,7 @@ class Limits:
     """Bytes of all planes of one payload together."""
     items: int = 2**17
     """Items of one payload: the largest published mixture of experts has about 70,000 tensors in all. One item costs the
-    decoder 1 to 2 KB of objects."""
+    decoder up to 1 KB."""
     name_nbytes: int = 16 * 2**20
     """Bytes of all tensor names of one payload together."""
 

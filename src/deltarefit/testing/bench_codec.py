@@ -172,8 +172,9 @@ def bound_nbytes(changes: Sequence[WeightChange]) -> float:
     return (_position_bits(mantissas.size, num_elements) + float(bits[mantissas].sum())) / 8
 
 
-def _bits_of_difference(mantissa: int, reach: int = 40) -> float:
-    """Entropy in bits of the steps from a word of this mantissa to ``value * (1 + 0.01 z)``, rounded, given that it moves."""
+def _bits_of_difference(mantissa: int) -> float:
+    """Entropy in bits of the steps from a word of this mantissa to that of ``_synthetic``, given that it moves."""
+    reach = 40  # steps either way that have any chance worth counting
     steps = np.arange(-reach - 1, reach + 2)
     exponents, mantissas = np.divmod(mantissa + steps, 128)
     values = (1 + mantissas / 128) * np.exp2(exponents)  # of the words around it
