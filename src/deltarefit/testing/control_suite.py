@@ -180,7 +180,8 @@ class ProcessRaceTests(_Handles):
         data, _ = open_handle().read()
         assert data is not None
         assert int(data) in (last, last + 1)
-        assert add_one(open_handle()) == int(data) + 1, "a killed process left the record locked"
+        # The write that was under way at the kill may be in the server still, and take effect after that look.
+        assert int(data) < add_one(open_handle()) <= last + 2, "a killed process left the record locked"
 
 
 def _start_racer(count: int, recipe: dict[str, Any]) -> subprocess.Popen[str]:
