@@ -295,6 +295,7 @@ struct ScanCall {
   i64 form;               // of the emitted locations: RUN (none are emitted), GAPS or a wide form
   i64 everything;         // emit unchanged elements too
   i64 may_be_dense;       // the shard can be sent whole, without locations
+  i64 escape_allowance;   // escapes beyond one per element that are suffered before gaps are widened
   i64 location_capacity;  // bytes in each location plane
   i64 value_capacity;     // bytes in each value plane
   // progress, kept from call to call

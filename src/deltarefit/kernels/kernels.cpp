@@ -86,7 +86,7 @@ static void digest_elements(const i64* index, const u8* bits, i64 n, Sums& sums)
 using namespace deltarefit;
 
 // Changes whenever a structure or the meaning of a call does; library.py refuses a library of another number.
-API i64 deltarefit_abi() { return 11; }
+API i64 deltarefit_abi() { return 12; }
 
 API i64 deltarefit_call_nbytes(i64 which) {
   const i64 sizes[] = {sizeof(ScanCall), sizeof(ScanCalls), sizeof(ApplyCall), sizeof(DigestCall), sizeof(CopyCall),

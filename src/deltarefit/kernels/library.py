@@ -31,7 +31,7 @@ __all__ = [
     "resolve",
 ]
 
-_ABI = 11
+_ABI = 12
 """Must equal ``deltarefit_abi()`` in kernels.cpp."""
 _PATH = Path(__file__).with_name("_kernels.so")
 _log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class ScanCall(Structure):
         ("form", c_int64),
         ("everything", c_int64),
         ("may_be_dense", c_int64),
+        ("escape_allowance", c_int64),
         ("location_capacity", c_int64),
         ("value_capacity", c_int64),
         ("scanned", c_int64),

@@ -27,13 +27,15 @@ from deltarefit.kernels.native import shorten_gaps
 from deltarefit.kernels.table import PieceTable
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
 
-__all__ = ["FIRST_CAPACITY", "FULL", "SPARE", "UNSETTLED", "WIDEN_GAPS", "scan"]
+__all__ = ["ESCAPE_ALLOWANCE", "FIRST_CAPACITY", "FULL", "SPARE", "UNSETTLED", "WIDEN_GAPS", "scan"]
 
 FULL, WIDEN_GAPS, UNSETTLED = 1, 2, 3
 FIRST_CAPACITY = 64 * 1024
 """Elements that the first output memory holds; a shard of no more elements never needs a second."""
 _MANY = 2**62
 """More escapes than any shard has: rules the GAPS form out."""
+ESCAPE_ALLOWANCE = 4096
+"""Escapes beyond one per element that are suffered before gaps are widened."""
 SPARE = 1.03
 """Factor on the predicted number of changed elements."""
 _PROGRESS = (
@@ -75,6 +77,7 @@ class _Scan:
             width=spec.element_nbytes,
             encoding=encoding,
             everything=everything,
+            escape_allowance=ESCAPE_ALLOWANCE,
         )
 
     @property

@@ -29,7 +29,7 @@ from deltarefit.kernels.coding import (
 from deltarefit.kernels.isa import Isa
 from deltarefit.kernels.library import SCAN_CALL, ScanCalls, address, library
 from deltarefit.kernels.native import shorten_gaps
-from deltarefit.kernels.native_scan import FIRST_CAPACITY, FULL, SPARE, UNSETTLED
+from deltarefit.kernels.native_scan import ESCAPE_ALLOWANCE, FIRST_CAPACITY, FULL, SPARE, UNSETTLED
 from deltarefit.kernels.table import PieceTable
 from deltarefit.records import CodedItem, Encoding, LocationForm, Plane, ScanResult
 
@@ -124,6 +124,8 @@ class _Batch:
         calls["encoding"] = [job.encoding for job in jobs]
         calls["may_be_dense"] = [job.table.is_contiguous for job in jobs]
         calls["elements"] = self._sizes
+        # So that gaps are widened at the end, and nowhere on the way but for pieces that lie far apart.
+        calls["escape_allowance"] = ESCAPE_ALLOWANCE + self._sizes // 128
         calls["scratch"], calls["width"], calls["form"] = address(self._scratch), self._width, LocationForm.GAPS
         return calls
 
@@ -167,7 +169,7 @@ class _Batch:
         return bool(call["may_be_dense"]) and not is_run and count * (self._width + 1) > int(call["elements"]) * self._width
 
     def _settle(self) -> None:
-        """A job that ran to its end and that the kernel does not settle: dense, with wide gaps, or short of a little memory."""
+        """A job that ran to its end and that the kernel does not settle: it may be dense, or was short of memory for a form."""
         batch, call = self._batch, self._call
         count = int(call["count"])
         reach = int(call["last"]) + 1 - int(call["first"]) - count
@@ -241,7 +243,9 @@ class _Batch:
             return ScanResult(None, change)
         job, form = self._jobs[row], _FORMS[code]
         locations = self._apart.get(row, ())
-        if not locations and form is not LocationForm.RUN:
-            locations = (self._locations[location_at : location_at + nbytes],)
+        if form.width and not locations:
+            step = nbytes // form.width
+            starts = range(location_at, location_at + nbytes, step)
+            locations = tuple([self._locations[start : start + step] for start in starts])
         values = tuple([plane[value_at : value_at + count] for plane in self._values])
         return ScanResult(CodedItem(job.spec, job.encoding, form, first, count, locations, values), change)

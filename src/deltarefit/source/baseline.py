@@ -59,7 +59,7 @@ def count_changed(item: CodedItem, storage: Words, committed: Words, pieces: Seq
 class TaskTracker:
     """The committed words of one task, group of pieces after group, each in piece order."""
 
-    __slots__ = ("_tables", "_words", "digest", "groups", "num_nans", "task")
+    __slots__ = ("_tables", "_words", "digest", "groups", "nbytes", "num_elements", "num_nans", "task")
 
     def __init__(self, task: ConversionTask, groups: tuple[tuple[Piece, ...], ...], words: tuple[Words, ...]) -> None:
         self.task = task
@@ -70,6 +70,8 @@ class TaskTracker:
         self.num_nans = 0
         """Committed elements that are NaN."""
         self._tables = tuple(kernels.PieceTable(group) for group in groups)
+        self.num_elements, self.nbytes = task.num_elements, task.nbytes
+        """Of the task, which would count them anew."""
 
     @property
     def words(self) -> tuple[Words, ...]:

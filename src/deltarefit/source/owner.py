@@ -89,7 +89,7 @@ class Owner:
     @property
     def owned_nbytes(self) -> int:
         """Of the shards that every build compares; residual tensors come on top, when they are converted."""
-        return sum(tracker.task.nbytes for tracker in self.baseline.trackers)
+        return sum(tracker.nbytes for tracker in self.baseline.trackers)
 
     @property
     def compared_nbytes(self) -> int:
@@ -224,12 +224,11 @@ class Owner:
         work = [(tracker, plan.encoding(tracker.task.spec.name, mode)) for tracker in chunk]
         found = []
         for (tracker, encoding), scanned in zip(work, scan_trackers(work), strict=True):
-            task = tracker.task
             self._direct.pin(tracker, scanned.change)
             items = scanned.items
-            if task.spec.name in plan.dense:
+            if tracker.task.spec.name in plan.dense:
                 items = tracker.scan(encoding, everything=True).items
-            found.append(_Scanned(items, scanned.num_changed, task.num_elements, task.nbytes))
+            found.append(_Scanned(items, scanned.num_changed, tracker.num_elements, tracker.nbytes))
         return found
 
 
