@@ -234,6 +234,11 @@ def _table_cases():
     yield "more short escapes than it has", short, "28 bytes of SHORT_GAPS locations, expected 3 to 27"
     later = with_spec(lambda d: (d.columns["start"].__setitem__(1, 2000), d.columns["location_nbytes"].__setitem__(1, 4)))
     yield "more than it has from start on", later, "4 bytes of SHORT_GAPS locations, expected 3"
+    huge = _one(form=LocationForm.WIDE8)
+    huge.dimensions = [2**60]
+    huge.columns |= {"start": [0], "count": [2**60], "location_nbytes": [2**63]}
+    huge.fields["num_changed"] = 2**60
+    yield "more than 64 signed bits hold", huge.build(), f"{2**63} bytes of WIDE8 locations, expected fewer than {2**63}"
     yield "table cut", with_spec(lambda d: setattr(d, "table", d.table_bytes()[:-1])), "item table of 327 bytes"
 
 

@@ -30,6 +30,8 @@ _FORMS = {int(form): form for form in LocationForm}
 _ENCODING_CODES, _FORM_CODES = list(_ENCODINGS), list(_FORMS)
 _SURE_COUNT = 2**44
 """Elements of one item up to which 64 bits hold all sums and products here."""
+_IMPOSSIBLE_NBYTES = 2**63
+"""No memory holds so much, nor does a signed number of 64 bits; eight bytes for each of 2^62 elements would be more."""
 
 Columns = dict[str, NDArray[Any]]
 CutT = TypeVar("CutT", bytes, list[int])
@@ -234,3 +236,6 @@ class _RowReader:
         if not low <= row.location_nbytes <= high:
             expected = f"{low}" if low == high else f"{low} to {high}"
             self._refuse(row.spec.name, f"{row.location_nbytes} bytes of {row.form.name} locations, expected {expected}")
+        if row.location_nbytes >= _IMPOSSIBLE_NBYTES:
+            what = f"{row.location_nbytes} bytes of {row.form.name} locations, expected fewer than {_IMPOSSIBLE_NBYTES}"
+            self._refuse(row.spec.name, what)
