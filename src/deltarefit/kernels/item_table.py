@@ -205,7 +205,10 @@ class ItemTable(Sequence[CodedItem]):
         reach = np.zeros(chosen.size, np.int64)
         is_valid = np.ones(chosen.size, np.bool_)
         for number, plane in enumerate(self._locations[form]):
-            totals = (twins if isa is Isa.NUMPY else native).totals_of_parts(plane, at, nbytes, form.escape, isa)
+            if isa is Isa.NUMPY:
+                totals = twins.totals_of_parts(plane, at, nbytes, form.escape)
+            else:
+                totals = native.totals_of_parts(plane, at, nbytes, form.escape, isa)
             reach += totals["sum"] << (8 * number)
             is_valid &= plane[at] == 0
             if form.escape:

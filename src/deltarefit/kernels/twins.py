@@ -193,10 +193,7 @@ def plane_totals(plane: Plane, escape: int) -> PlaneTotals:
     )
 
 
-def totals_of_parts(
-    plane: Plane, starts: NDArray[np.int64], nbytes: NDArray[np.int64], escape: int, isa: object = None
-) -> NDArray[np.void]:
-    del isa
+def totals_of_parts(plane: Plane, starts: NDArray[np.int64], nbytes: NDArray[np.int64], escape: int) -> NDArray[np.void]:
     parts = [plane[start : start + size] for start, size in zip(starts.tolist(), nbytes.tolist(), strict=True)]
     return np.array([tuple(plane_totals(part, escape)) for part in parts], [(name, np.int64) for name in PlaneTotals._fields])
 

@@ -74,7 +74,7 @@ def decode(
     the base version and the plan at hand is for the caller to compare with the header.
 
     Allocates at most the planes and the table (both bounded by ``limits``, by what zstd can hold at all, and, with a
-    ``catalog``, by its tensors), the items' objects, and 16 bytes for each sparse element of items that interleave.
+    ``catalog``, by its tensors), up to 1 KB an item, and 16 bytes for each sparse element of items that interleave.
 
     Args:
         data: the payload's bytes, all of them and nothing else. Not kept.
