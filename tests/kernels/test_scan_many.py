@@ -145,3 +145,18 @@ def test_little_more_memory_than_what_is_returned(density):
     outputs = sum(plane.nbytes for item in items for plane in (*item.location_planes, *item.value_planes))
     assert held < 1.02 * outputs + 2**16
     assert peak < 1.1 * outputs + 2**19  # the scratch of one chunk and the first output memory, however much is scanned
+
+
+@pytest.mark.skipif(not COMPILED, reason="the kernels were not compiled")
+def test_little_more_memory_where_the_last_shard_is_the_only_one_that_changed():
+    """So that nothing predicts how much it needs."""
+    rng = np.random.default_rng(6)
+    jobs = [random_job(rng, contiguous(2, 4_000_000), density, Encoding.DIFFERENCE) for density in (0.0, 0.0, 0.0, 0.4)]
+    tracemalloc.start()
+    try:
+        item = scan_many(jobs)[-1].item
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    outputs = sum(plane.nbytes for plane in (*item.location_planes, *item.value_planes))
+    assert peak < 1.2 * outputs + 2**19

@@ -108,6 +108,9 @@ class _Batch:
         """Jobs whose results are final."""
         self._emitted = np.zeros(2, np.int64)
         """Elements and location bytes of the output memory that was filled before this one."""
+        self._opened_for = -1
+        """The job that ran when this memory was opened. If that is not enough either, the batch so far predicts it badly:
+        it goes on alone, by its own density, so that what it has found is moved twice at most."""
         room = min(int(self._sizes.sum()), FIRST_CAPACITY)
         self._open_memory(room, room)
 
@@ -142,7 +145,7 @@ class _Batch:
         while status := library().deltarefit_scan_many(ctypes.byref(self._batch), self._isa):
             if status == UNSETTLED:
                 self._settle()
-            elif status == FULL and not self._is_surely_dense():
+            elif status == FULL and self._opened_for != self._batch.next and not self._is_surely_dense():
                 self._make_room()
             else:
                 self._scan_alone()
@@ -215,6 +218,7 @@ class _Batch:
         self._emitted += (batch.count, batch.location_nbytes)
         self._close_memory()
         self._open_memory(capacity, location_capacity)
+        self._opened_for = batch.next
         self._locations[: old[0].size] = old[0]
         for plane, part in zip(self._values, old[1], strict=True):
             plane[: part.size] = part
