@@ -70,6 +70,7 @@ def test_every_location_form_beside_every_other(isa, width, memory):
         LocationForm.WIDE2: np.r_[0:size:5000],
         LocationForm.WIDE4: np.array([0, 70_000, size - 1]),
         LocationForm.RUN: np.r_[100:4_000],
+        "too many escapes for SHORT_GAPS": np.r_[0:40_000, size - 1],
         "whole": np.r_[0 : size * 19 // 20, size - 1],
         "none": np.r_[0:0],
     }
@@ -85,8 +86,24 @@ def test_every_location_form_beside_every_other(isa, width, memory):
         assert_same(result, kernels.scan(*one, isa=isa))
         if isinstance(form, LocationForm):
             assert result.item.location_form is form
+        if form == "too many escapes for SHORT_GAPS":
+            assert result.item.location_form is LocationForm.GAPS
     assert [result.item for result, form in zip(found, forms, strict=True) if form == "none"] == [None]
     assert {result.item.count for result, form in zip(found, forms, strict=True) if form == "whole"} == {size}
+
+
+@pytest.mark.parametrize("isa", COMPILED)
+def test_gaps_that_fill_the_memory_and_are_longer_as_short_gaps(isa, monkeypatch):
+    places = np.cumsum(np.tile([1, 1, 101], 3_000))
+    monkeypatch.setattr(scan_batch, "FIRST_CAPACITY", places.size)
+    shard = contiguous(2, int(places[-1]) + 1)
+    old = random_words(np.random.default_rng(4), int(places[-1]) + 1, 2)
+    new = old.copy()
+    new[places] += np.uint16(1)
+    jobs = [job(shard, old, new, Encoding.DIFFERENCE)] * 2
+    for result in scan_many(jobs, isa=isa):
+        assert result.item.location_form is LocationForm.SHORT_GAPS
+        assert_same(result, kernels.scan(*jobs[0], isa=Isa.NUMPY))
 
 
 @settings(max_examples=30, deadline=None)
