@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import COMPILED, Shard, box_pieces, changed_words, contiguous, random_words, shards, storage_indices
+from kernel_cases import COMPILED, DTYPES, Shard, box_pieces, changed_words, contiguous, random_words, shards, storage_indices
 from test_scan import ALL, assert_same
 
 from deltarefit import kernels
+from deltarefit.canonical import TensorSpec
 from deltarefit.errors import RejectedError
 from deltarefit.kernels import Isa, PieceTable, ScanJob, scan_batch, scan_many
-from deltarefit.pieces import Cast, Piece, merge_pieces, whole
+from deltarefit.pieces import Cast, Piece, StridedView, merge_pieces, whole
 from deltarefit.records import Encoding, LocationForm
 
 
@@ -104,6 +105,21 @@ def test_gaps_that_fill_the_memory_and_are_longer_as_short_gaps(isa, monkeypatch
     for result in scan_many(jobs, isa=isa):
         assert result.item.location_form is LocationForm.SHORT_GAPS
         assert_same(result, kernels.scan(*jobs[0], isa=Isa.NUMPY))
+
+
+@pytest.mark.parametrize("isa", COMPILED)
+def test_gaps_that_are_widened_and_more_than_the_scratch_memory_holds(isa):
+    """A column of a matrix: each gap takes an escape, and two of them take two."""
+    rows, columns = 150_000, 256
+    column = Piece(StridedView(0, (rows, 1), (columns, 1)), whole((rows, 1)))
+    shard = Shard(TensorSpec("column", DTYPES[8], (rows, columns)), merge_pieces([column])[0], rows)
+    old = random_words(np.random.default_rng(8), rows, 8)
+    new = old + np.uint64(1)
+    new[[50, 70]] = old[[50, 70]]
+    one = job(shard, old, new, Encoding.DIFFERENCE)
+    (found,) = scan_many([one], isa=isa)
+    assert found.item.location_form is LocationForm.WIDE2
+    assert_same(found, kernels.scan(*one, isa=Isa.NUMPY))
 
 
 @settings(max_examples=30, deadline=None)
