@@ -181,3 +181,28 @@ def test_planes_that_are_missing_or_no_flat_bytes_are_refused():
             ItemTable(rows, locations, {(Encoding.XOR, 2): item.value_planes})
     with pytest.raises(PayloadInvalidError, match="expected 2 XOR planes of 3 bytes"):
         ItemTable(rows, {LocationForm.GAPS: item.location_planes}, {(Encoding.XOR, 2): item.value_planes[:1]})
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize(
+    ("form", "planes", "gaps"),
+    [
+        (LocationForm.GAPS, [[0, 1, 255, 2]], 258),
+        (LocationForm.GAPS, [[1, 0, 0]], None),
+        (LocationForm.GAPS, [[0, 1, 2, 255]], None),
+        (LocationForm.GAPS, [[0, 1, 2, 0]], None),
+        (LocationForm.SHORT_GAPS, [[0, 85, 2, 3]], 90),
+        (LocationForm.SHORT_GAPS, [[0, 86, 2]], None),
+        (LocationForm.SHORT_GAPS, [[0, 1, 2, 85]], None),
+        (LocationForm.WIDE2, [[0, 1, 2], [0, 0, 1]], 259),
+        (LocationForm.WIDE2, [[1, 0, 0], [0, 0, 0]], None),
+        (LocationForm.WIDE2, [[0, 0, 0], [1, 0, 0]], None),
+    ],
+)
+def test_every_lie_of_an_item_between_others_shows_in_where_it_ends(form, planes, gaps, isa):
+    parts = tuple(np.array(plane, np.uint8) for plane in planes)
+    values = (np.zeros(3, np.uint8),) * 2
+    item = CodedItem(TensorSpec("liar", "BF16", (900,)), Encoding.XOR, form, 5, 3, parts, values)
+    last = table_of([good_item("a"), item, good_item("b")]).last_positions(isa=isa).tolist()
+    good = int(kernels.decode_positions(good_item())[-1])
+    assert last == [good, -1 if gaps is None else 5 + gaps + 2, good]
