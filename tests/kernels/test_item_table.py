@@ -188,6 +188,8 @@ def test_planes_that_are_missing_or_no_flat_bytes_are_refused():
     ("form", "planes", "gaps"),
     [
         (LocationForm.GAPS, [[0, 1, 255, 2]], 258),
+        (LocationForm.GAPS, [[0, 255, 255, 255, 127, 0]], 892),
+        (LocationForm.GAPS, [[0, 255, 255, 255, 128, 0]], None),
         (LocationForm.GAPS, [[1, 0, 0]], None),
         (LocationForm.GAPS, [[0, 1, 2, 255]], None),
         (LocationForm.GAPS, [[0, 1, 2, 0]], None),
