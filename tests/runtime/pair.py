@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 import deltarefit
+from deltarefit.runtime.clock import Deadline, SystemClock
 from deltarefit.testing.collective import run_ranks
 from deltarefit.transport import PayloadSender
 
@@ -17,6 +18,15 @@ SETTINGS = deltarefit.PublisherSettings(
     join_timeout_s=20.0, reply_timeout_s=20.0, lease_s=5.0, retry_pause_s=0.01, scan_threads=1
 )
 RECEIVER_SETTINGS = deltarefit.ReceiverAgentSettings(lease_s=5.0, poll_s=0.01)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Return once it holds; whoever waits for what does not come has found a fault."""
+    clock = SystemClock()
+    deadline = Deadline(clock, timeout_s)
+    while not condition():
+        assert not deadline.expired, "waited in vain"
+        clock.sleep(0.01)
 
 
 class Policy(torch.nn.Module):

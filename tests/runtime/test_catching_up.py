@@ -23,7 +23,7 @@ from deltarefit.testing.faults import CorruptingSender, FaultPlan
 from deltarefit.transport import ObjectStoreSource, RunStore, keys, open_run, read_manifest
 from deltarefit.transport import object_store as sweeping_room
 
-from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, dense_reload, perturb, raw, refit_on_ranks
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, dense_reload, perturb, raw, refit_on_ranks, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -278,14 +278,6 @@ def test_a_receiver_that_slept_through_refits_catches_up_by_itself(tmp_path):
 
 
 # --- when it does not work ----------------------------------------------------------------------------------------------
-
-
-def wait_until(condition, timeout_s=10.0):
-    clock = SystemClock()
-    end_s = clock.monotonic_s() + timeout_s
-    while not condition():
-        assert clock.monotonic_s() < end_s, "waited in vain"
-        clock.sleep(0.01)
 
 
 def damage(path: Path):

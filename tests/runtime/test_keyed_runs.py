@@ -12,12 +12,12 @@ from click.testing import CliRunner
 import deltarefit
 from deltarefit.cli.program import program
 from deltarefit.run_key import key_print
-from deltarefit.runtime.clock import Deadline, RandomIds, SystemClock
+from deltarefit.runtime.clock import RandomIds, SystemClock
 from deltarefit.runtime.messages import Call, Restore, encode_message
 from deltarefit.runtime.restoring import restore_receiver
 from deltarefit.transport import Mailbox, mailbox, open_run
 
-from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, perturb, raw
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, perturb, raw, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -34,13 +34,6 @@ def keyed(tmp_path):
         pair.models.append(model)
         pair.receivers.append(pair.attach(model, "rollout-0", key=KEY))
         yield pair
-
-
-def wait_until(condition, timeout_s=20.0):
-    deadline = Deadline(CLOCK, timeout_s)
-    while not condition():
-        assert not deadline.expired
-        CLOCK.sleep(0.01)
 
 
 def test_an_order_of_somebody_without_the_key_is_not_obeyed(keyed, caplog):

@@ -8,18 +8,13 @@ from concurrent.futures import Future
 import pytest
 
 from deltarefit.errors import PayloadMissingError, TransportError
-from deltarefit.runtime.clock import Deadline, Pace, RandomIds, SystemClock
+from deltarefit.runtime.clock import Pace, RandomIds, SystemClock
 from deltarefit.runtime.mailroom import MailRoom
 from deltarefit.transport import Mailbox, keys, open_run
 
+from .pair import wait_until
+
 CLOCK = SystemClock()
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = Deadline(CLOCK, timeout_s)
-    while not condition():
-        assert not deadline.expired
-        CLOCK.sleep(0.002)
 
 
 @pytest.fixture

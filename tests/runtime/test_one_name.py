@@ -13,20 +13,13 @@ from deltarefit.runtime.clock import SystemClock
 from deltarefit.runtime.gate import LocalGate
 from deltarefit.transport import RunStore
 
-from .pair import Fused, Pair, perturb
+from .pair import Fused, Pair, perturb, wait_until
 
 pytestmark = pytest.mark.torch
 
 CLOCK = SystemClock()
 UNREACHABLE = ("put", "put_if_absent", "get", "get_as", "find", "get_range", "head", "listing", "children", "delete")
 REPLACED = "another receiver started under this name"
-
-
-def wait_until(condition, timeout_s=20.0):
-    end_s = CLOCK.monotonic_s() + timeout_s
-    while not condition():
-        assert CLOCK.monotonic_s() < end_s, "waited in vain"
-        CLOCK.sleep(0.01)
 
 
 class Watched(LocalGate):

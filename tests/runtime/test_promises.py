@@ -18,7 +18,7 @@ from deltarefit.runtime.messages import Call, decode_message, encode_message
 from deltarefit.testing.faults import CorruptingSender, FailingSender, FaultPlan
 from deltarefit.transport import Mailbox, RunStore
 
-from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, perturb, raw, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -292,13 +292,6 @@ def test_a_receiver_that_cannot_reach_the_store_shuts_its_gate_and_opens_it_when
     perturb(watched.policy, 1)
     assert publisher.refit().receivers == ("rollout",)
     watched.assert_equal()
-
-
-def wait_until(condition, timeout_s=20.0):
-    end_s = CLOCK.monotonic_s() + timeout_s
-    while not condition():
-        assert CLOCK.monotonic_s() < end_s, "waited in vain"
-        CLOCK.sleep(0.01)
 
 
 def test_without_receivers_versions_are_committed_and_a_late_one_is_restored(tmp_path):

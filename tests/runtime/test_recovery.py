@@ -17,7 +17,7 @@ from deltarefit.runtime.session import control_plane
 from deltarefit.testing.faults import CorruptingSender, DelayingSender, FailingSender, FaultPlan, HoldingSender
 from deltarefit.transport import open_run
 
-from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, dense_reload, perturb, raw
+from .pair import RECEIVER_SETTINGS, SETTINGS, Fused, Pair, Policy, dense_reload, perturb, raw, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -360,14 +360,6 @@ def test_an_abort_that_nobody_saw_does_not_stop_the_next_refit(quick):
 
 def plane(run):
     return control_plane(open_run(run, clock=SystemClock()), SystemClock(), RandomIds())
-
-
-def wait_until(condition, timeout_s=10.0):
-    clock = SystemClock()
-    end_s = clock.monotonic_s() + timeout_s
-    while not condition():
-        assert clock.monotonic_s() < end_s, "waited in vain"
-        clock.sleep(0.01)
 
 
 def test_the_oracle_is_not_fooled():

@@ -33,7 +33,7 @@ class TrackerSet:
         """Copy the present bits of the tasks as committed."""
         self._settings = settings
         self.baseline = SourceBaseline(tasks, settings.baseline_directory)
-        sized = [(tracker, tracker.task.nbytes) for tracker in self.baseline.trackers if tracker.task.num_elements]
+        sized = [(tracker, tracker.nbytes) for tracker in self.baseline.trackers if tracker.num_elements]
         self.chunks = cut_into_chunks(sized, settings.chunk_nbytes, total_nbytes=sum(nbytes for _, nbytes in sized))
         self._changes: dict[TaskTracker, TensorDigest] = {}
         """Digest change of the candidate by tracker, from its first scan in this transition until its commit."""
